@@ -1,0 +1,1 @@
+"""How does one kernel run fast on one chip? Raw arrays in, raw arrays out."""

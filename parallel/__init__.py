@@ -1,0 +1,1 @@
+"""What runs where, and when does it talk? Meshes, collectives, plans; never a model class."""
