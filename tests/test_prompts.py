@@ -86,8 +86,8 @@ def test_split_and_one_of_each_keep_file_order(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (line() + "{oops\n", r"p\.jsonl:2: not JSON .* write one JSON object a line"),
-        ("[1]\n", r"p\.jsonl:1: found a list; write one JSON object"),
+        (line() + "{oops\n", r"p\.jsonl:2: not JSON .* correct the line"),
+        ("[1]\n", r"p\.jsonl:1: found \[1\]; write an object"),
         ('{"id": "a"}\n', r"p\.jsonl:1: field 'kind' is missing .* add it"),
         (line(text=" \n"), r"p\.jsonl:1: field 'text' is ' \\n'; make it a non-empty string"),
         (line(split=3), r"p\.jsonl:1: field 'split' is 3; make it a non-empty string"),
@@ -120,8 +120,8 @@ def test_every_format_converts_to_loadable_prompts(
         ("gsm8k", "x.jsonl", "", r"x\.jsonl: no rows"),
         ("gsm8k", "x.jsonl", '{"q": "2?"}', r"x\.jsonl:1: field 'question' is missing"),
         ("chatgpt_prompts", "x.csv", "act,prompt\na,b,c\nd\n", r"x\.csv:3: field 'prompt' is None"),
-        ("webquestions", "x.json", "[\n{]", r"x\.json:2: .*; write one JSON list"),
-        ("webquestions", "x.json", "[3]", r"x\.json: item 1 is 3; write a list of objects"),
+        ("webquestions", "x.json", "[\n{]", r"x\.json:2: not JSON .* correct the line"),
+        ("webquestions", "x.json", "[3]", r"x\.json: item 1: found 3; write an object"),
         ("human_eval", "x.jsonl", '{"task_id": 1, "prompt": "p"}\n' * 2, r"x\.jsonl:2: .* twice"),
         ("spec_bench", "x.jsonl", '{"category": "art"}', r":1: category 'art'; use one of"),
         ("spec_bench", "x.jsonl", '{"category": "qa", "turns": []}', r":1: field 'turns' is \[\]"),

@@ -1,1 +1,1 @@
-"""The committed prompts that runs are measured on, their loader, and a converter for public sets."""
+"""The prompts that runs are measured on, their loader, and a converter for public sets."""

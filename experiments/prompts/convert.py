@@ -5,13 +5,12 @@
 No public set is part of this repository: fetch one under its own licence, then convert it.
 """
 
-import csv
 import dataclasses
 import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from absl import app, flags
 
@@ -75,25 +74,6 @@ _FORMATS = {
 }
 
 
-def _rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as lines:
-            table = csv.DictReader(lines, restkey="(more)")
-            for row in table:
-                yield f"{path}:{table.line_num}", dict(row)
-    elif path.suffix == ".json":
-        try:
-            items = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{error.lineno}: {error.msg}; write one JSON list") from error
-        for number, item in enumerate(items if isinstance(items, list) else [items], 1):
-            if not isinstance(item, dict):
-                raise ValueError(f"{path}: item {number} is {item!r}; write a list of objects")
-            yield f"{path}: item {number}", item
-    else:
-        yield from load.json_lines(path)
-
-
 def convert(format_name: str, path: pathlib.Path) -> list[dict[str, str]]:
     """Reads a public prompt set as rows of our format.
 
@@ -114,7 +94,7 @@ def convert(format_name: str, path: pathlib.Path) -> list[dict[str, str]]:
     in_training = path.stem.startswith("train") or path.stem == "seed_tasks"
     split = "train" if form.has_training_part and in_training else "eval"
     prompts: dict[str, dict[str, str]] = {}
-    for number, (where, row) in enumerate(_rows(path), 1):
+    for number, (where, row) in enumerate(load.rows(path), 1):
         kind, text = form.read(where, row)
         # In a made-up name the file's stem keeps the train and test rows of a set apart.
         name = f"{format_name}-{row.get(form.id_key, f'{path.stem}-{number}')}"
@@ -126,22 +106,28 @@ def convert(format_name: str, path: pathlib.Path) -> list[dict[str, str]]:
     return list(prompts.values())
 
 
-def main(_: list[str]) -> None:
-    args = flags.FLAGS
-    source, target, name = args.input, args.out, args.format
-    if args.smoke:
-        folder = pathlib.Path(tempfile.mkdtemp())
-        source, target, name = folder / "test.jsonl", folder / "out.jsonl", "gsm8k"
-        source.write_text('{"question": "What is 2 + 3?"}\n', encoding="utf-8")
-    if not (source and target and name):
-        sys.exit("give --format, --input and --out, or --smoke")
+def _run(format_name: str, source: pathlib.Path, target: pathlib.Path, limit: int | None) -> None:
     try:
-        prompts = convert(name, pathlib.Path(source))[: args.limit]
+        prompts = convert(format_name, source)[:limit]
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     lines = (json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts)
-    pathlib.Path(target).write_text("".join(lines), encoding="utf-8")
+    target.write_text("".join(lines), encoding="utf-8")
     print(f"{len(prompts)} prompts written to {target}")
+
+
+def main(_: list[str]) -> None:
+    """Converts the file that the flags name."""
+    args = flags.FLAGS
+    if args.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            source = pathlib.Path(folder, "test.jsonl")
+            source.write_text('{"question": "What is 2 + 3?"}\n', encoding="utf-8")
+            _run("gsm8k", source, pathlib.Path(folder, "out.jsonl"), None)
+    elif args.format and args.input and args.out:
+        _run(args.format, pathlib.Path(args.input), pathlib.Path(args.out), args.limit)
+    else:
+        sys.exit("give --format, --input and --out, or --smoke")
 
 
 if __name__ == "__main__":  # flags live here: names such as --out would clash between scripts

@@ -1,5 +1,6 @@
-"""Loads prompts from JSON-lines files: one object a line with the keys id, kind, split and text."""
+"""Loads prompts: one JSON object a line with the string fields id, kind, split and text."""
 
+import csv
 import dataclasses
 import json
 import pathlib
@@ -19,32 +20,44 @@ class Prompt:
     text: str
 
 
-def json_lines(path: pathlib.Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yields ("file:line", object) for every line of a JSON-lines file that is not blank.
+def rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yields (place, row) for every row of a UTF-8 file; the place is for error messages.
 
     Args:
-        path: a UTF-8 file.
+        path: ".csv" with a header, ".json" (one list of objects), else JSON lines; blank lines
+            are skipped.
 
     Raises:
-        ValueError: a line is not a JSON object.
+        ValueError: the text is not what the suffix promises.
     """
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{where}: not JSON ({error.msg}, column {error.colno}); "
-                    "write one JSON object a line"
-                ) from error
-            if not isinstance(record, dict):
-                raise ValueError(
-                    f"{where}: found a {type(record).__name__}; write one JSON object a line"
-                )
-            yield where, record
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as lines:
+            table = csv.DictReader(lines, restkey="(more)")
+            for row in table:
+                yield f"{path}:{table.line_num}", dict(row)
+    elif path.suffix == ".json":
+        items = _parse(path.read_text(encoding="utf-8"), path, 1)
+        for number, item in enumerate(items if isinstance(items, list) else [items], 1):
+            yield _object(item, f"{path}: item {number}")
+    else:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _object(_parse(line, path, number), f"{path}:{number}")
+
+
+def _parse(text: str, path: pathlib.Path, first_line: int) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{path}:{first_line + error.lineno - 1}"
+        raise ValueError(f"{place}: not JSON ({error.msg}); correct the line") from error
+
+
+def _object(item: object, where: str) -> tuple[str, dict[str, object]]:
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: found {item!r}; write an object with named fields")
+    return where, item
 
 
 def text_field(where: str, record: dict[str, object], key: str) -> str:
@@ -84,7 +97,7 @@ def load(path: pathlib.Path = DEFAULT, split: str | None = None) -> list[Prompt]
     """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
-    for where, record in json_lines(path):
+    for where, record in rows(path):
         prompt = Prompt(*(text_field(where, record, f.name) for f in dataclasses.fields(Prompt)))
         if prompt.id in seen:
             raise ValueError(

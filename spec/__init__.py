@@ -1,0 +1,1 @@
+"""How is a token tree grown, checked and committed?"""

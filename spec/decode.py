@@ -1,0 +1,237 @@
+"""The speculation step and the loop around it, all on the device.
+
+    prefill -> loop of: propose -> verify_forward -> accept -> commit + observe
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import LayerKV
+from models.kv_cache import KVCache, commit, take_path
+from models.prefill import prefill
+from models.transformer import Transformer
+from spec.drafters.protocol import Drafter, Step, View
+from spec.stats import Stats
+from spec.tree import TokenTree, ancestor_mask, emitted_tokens, limit_depth
+from spec.verify import Accepted, accept_greedy
+
+RUNNING, EOS, LENGTH = 0, 1, 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What every row of a batch shares.
+
+    Attributes:
+        eos_E: int32 ids that end a row; -1 entries match nothing.
+        run_limit: int32, most tokens a step may emit; large for normal decoding, 1 to visit every
+            position of the target's own path (acceptance by rank).
+        vocab_size: static; ids from here on are padding of the embedding table and never chosen.
+    """
+
+    eos_E: jax.Array
+    run_limit: jax.Array
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that changes from step to step.
+
+    Attributes:
+        cache: the target's committed K/V.
+        root_B: int32, last token of each row, not cached yet.
+        token_BE: int32 output buffer, E >= the largest budget.
+        emitted_B: int32, tokens in the output buffer.
+        budget_B: int32, most tokens each row may emit.
+        finish_B: int32, RUNNING, EOS or LENGTH.
+        drafter: the drafter's state.
+        key_B: one random key a row, from (seed, request).
+        stats: counters.
+    """
+
+    cache: KVCache
+    root_B: jax.Array
+    token_BE: jax.Array
+    emitted_B: jax.Array
+    budget_B: jax.Array
+    finish_B: jax.Array
+    drafter: Any
+    key_B: jax.Array
+    stats: Stats
+
+
+class Trace(NamedTuple):
+    """One step, for pictures and tests: the tree and what the target made of it."""
+
+    tree: TokenTree
+    accepted: Accepted
+
+
+class _Verified(NamedTuple):
+    """What a branch of the target pass returns: never the cache, which XLA would copy."""
+
+    accepted: Accepted
+    path_kv: tuple[LayerKV, ...]
+    hidden_BPD: jax.Array
+
+
+def start(
+    target: Transformer,
+    drafter: Drafter,
+    token_BT: jax.Array,
+    length_B: jax.Array,
+    budget_B: jax.Array,
+    key_B: jax.Array,
+    *,
+    capacity: int,
+    out_size: int,
+) -> DecodeState:
+    """Prefills target and drafter.
+
+    Args:
+        target: the model whose output this is.
+        drafter: see `Drafter`.
+        token_BT: int32 right-padded prompts.
+        length_B: int32 prompt lengths; 0 for a padding row, whose budget must be 0.
+        budget_B: int32 most new tokens a row, 0 for none.
+        key_B: a random key a row.
+        capacity: cache slots a row, static; at least prompt + budget - 1 tokens.
+        out_size: E, static.
+    """
+    cache, hidden_BTD = prefill(target, token_BT, length_B, capacity)
+    last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
+    B = token_BT.shape[0]
+    return DecodeState(
+        cache=cache,
+        root_B=jnp.take_along_axis(token_BT, last_B1, axis=1)[:, 0],
+        token_BE=jnp.zeros((B, out_size), jnp.int32),
+        emitted_B=jnp.zeros(B, jnp.int32),
+        budget_B=budget_B,
+        finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH),
+        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1),
+        key_B=key_B,
+        stats=Stats.empty(B, drafter.depth + 1, drafter.buckets[-1]),
+    )
+
+
+def advance(
+    target: Transformer, drafter: Drafter, state: DecodeState, settings: Settings, steps: jax.Array
+) -> DecodeState:
+    """Runs steps until every row is finished, at most `steps` (int32) of them."""
+
+    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        done, state = carry
+        return (done < steps) & jnp.any(state.finish_B == RUNNING)
+
+    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        done, state = carry
+        return done + 1, spec_step(target, drafter, state, settings)[0]
+
+    return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def spec_step(
+    target: Transformer, drafter: Drafter, state: DecodeState, settings: Settings
+) -> tuple[DecodeState, Trace]:
+    """Grows a tree, checks it in one target pass, keeps what the target would have said.
+
+    SpecInfer algorithm 2, one iteration. Every active row emits at least one token.
+    """
+    active_B = state.finish_B == RUNNING
+    length_B = state.cache.length_B
+    room_B = state.budget_B - state.emitted_B
+    view = View(state.root_B, length_B, room_B, active_B, target, state.cache)
+    key_B = jax.vmap(jax.random.fold_in)(state.key_B, length_B)
+    tree, _draws, drafter_state = drafter.propose(state.drafter, view, key_B)
+    tree = limit_depth(tree, jnp.where(active_B, room_B, 0))
+
+    verified = _verify(target, drafter, state.cache, tree, settings)
+    accepted = verified.accepted
+    index_BP = jnp.minimum(accepted.node_BP, tree.size - 1)
+    token_BP = jnp.take_along_axis(tree.token_BN, index_BP, axis=1)
+    emitted_BP = emitted_tokens(token_BP, accepted.count_B, accepted.bonus_B)
+    count_B, finish_B = _cut(emitted_BP, accepted.count_B, room_B, active_B, settings)
+    last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
+    bonus_B = jnp.take_along_axis(emitted_BP, last_B1, axis=1)[:, 0]
+
+    step = Step(accepted.node_BP, token_BP, count_B, verified.hidden_BPD, bonus_B)
+    new = DecodeState(
+        cache=commit(state.cache, verified.path_kv, count_B),
+        root_B=jnp.where(count_B > 0, bonus_B, state.root_B),
+        token_BE=_append(state.token_BE, emitted_BP, state.emitted_B, count_B),
+        emitted_B=state.emitted_B + count_B,
+        budget_B=state.budget_B,
+        finish_B=jnp.where(active_B, finish_B, state.finish_B),
+        drafter=drafter.observe(drafter_state, step),
+        key_B=state.key_B,
+        stats=state.stats.add(tree, emitted_BP[:, 0], accepted.count_B, count_B),
+    )
+    return new, Trace(tree, Accepted(accepted.node_BP, count_B, bonus_B))
+
+
+def _verify(
+    target: Transformer, drafter: Drafter, cache: KVCache, tree: TokenTree, settings: Settings
+) -> _Verified:
+    """Runs the target over the smallest bucket that holds every row's valid nodes."""
+    P = drafter.depth + 1
+
+    def branch(size: int) -> Any:
+        def run(tree: TokenTree) -> _Verified:
+            part = tree.first(size)
+            mask_BNN = ancestor_mask(part)
+            position_BN = cache.length_B[:, None] + part.depth_BN
+            out = target(part.token_BN, position_BN, mask_BNN, cache)
+            logits_BNV = out.logits_BNV[..., : settings.vocab_size]
+            accepted = accept_greedy(part, mask_BNN, logits_BNV, P)
+            index_BP1 = jnp.minimum(accepted.node_BP, size - 1)[:, :, None]
+            hidden_BPD = jnp.take_along_axis(out.hidden_BND, index_BP1, axis=1)
+            return _Verified(accepted, take_path(out.tree_kv, accepted.node_BP), hidden_BPD)
+
+        return run
+
+    buckets = drafter.buckets
+    if len(buckets) == 1:
+        return branch(buckets[0])(tree)
+    index_N = jnp.arange(tree.size, dtype=jnp.int32)[None, :]
+    needed = jnp.max(jnp.where(tree.valid_BN, index_N, 0)) + 1
+    which = jnp.searchsorted(jnp.asarray(buckets, jnp.int32), needed)
+    return jax.lax.switch(which, [branch(size) for size in buckets], tree)
+
+
+def _cut(
+    emitted_BP: jax.Array,
+    count_B: jax.Array,
+    room_B: jax.Array,
+    active_B: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Ends the run at the budget and at the first end-of-sequence token, wherever it stands.
+
+    Returns the tokens emitted, 0 for idle rows, and how the row goes on.
+    """
+    P = emitted_BP.shape[1]
+    count_B = jnp.minimum(jnp.minimum(count_B, room_B), settings.run_limit)
+    is_eos_BP = jnp.any(emitted_BP[:, :, None] == settings.eos_E[None, None, :], axis=2)
+    inside_BP = jnp.arange(P, dtype=jnp.int32)[None, :] < count_B[:, None]
+    ends_BP = is_eos_BP & inside_BP
+    ended_B = ends_BP.any(axis=1)
+    count_B = jnp.where(ended_B, jnp.argmax(ends_BP, axis=1).astype(jnp.int32) + 1, count_B)
+    finish_B = jnp.where(count_B >= room_B, LENGTH, RUNNING)
+    return jnp.where(active_B, count_B, 0), jnp.where(ended_B, EOS, finish_B)
+
+
+def _append(
+    token_BE: jax.Array, emitted_BP: jax.Array, used_B: jax.Array, count_B: jax.Array
+) -> jax.Array:
+    B, P = emitted_BP.shape
+    E = token_BE.shape[1]
+    step_P = jnp.arange(P, dtype=jnp.int32)[None, :]
+    slot_BP = jnp.where(step_P < count_B[:, None], used_B[:, None] + step_P, E)
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    return token_BE.at[row_B1, slot_BP].set(emitted_BP, mode="drop")

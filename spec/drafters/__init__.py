@@ -1,0 +1,9 @@
+"""Who proposes continuations? Implementations of one protocol."""
+
+from spec.drafters.model import ModelDrafter
+from spec.drafters.ngram import NGramDrafter
+from spec.drafters.protocol import Drafter, Step, View
+from spec.drafters.root import RootDrafter
+from spec.drafters.scripted import ScriptedDrafter
+
+__all__ = ["Drafter", "ModelDrafter", "NGramDrafter", "RootDrafter", "ScriptedDrafter", "Step", "View"]

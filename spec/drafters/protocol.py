@@ -1,0 +1,112 @@
+"""The drafter protocol: what a stranger implements to speculate for any target.
+
+A drafter is a pytree: its weights are leaves, its settings static fields, so it is passed to
+jitted functions and never closed over. Its state is a pytree whose leaves all have B first. The
+three functions below are traced into one program; they may not read a device value on the host.
+
+The order of calls for each row: `init` once, then `propose`, `observe`, `propose`, ... Whatever
+a drafter proposes, the output is the target's; a bad drafter only costs time.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+
+from models.kv_cache import KVCache
+from models.transformer import Transformer
+from spec.draws import Draws
+from spec.tree import TokenTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What a drafter may see of the decoder when it proposes. Read only.
+
+    Attributes:
+        root_B: int32, last emitted token, the tree's root.
+        length_B: int32, cached tokens of the target, which is the root's absolute position.
+        room_B: int32, tokens the row may still emit; nodes deeper than room - 1 are cut off.
+        active_B: bool, False for rows that are finished or padding: propose anything, cheaply.
+        target: the target's weights (an early-exit drafter runs some of its layers).
+        cache: the target's committed K/V.
+    """
+
+    root_B: jax.Array
+    length_B: jax.Array
+    room_B: jax.Array
+    active_B: jax.Array
+    target: Transformer
+    cache: KVCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What happened to a proposal. P = drafter depth + 1.
+
+    Attributes:
+        node_BP: int32, slots (of this drafter's own tree) of the root and the accepted drafts; N
+            past the end of the path.
+        token_BP: int32, their tokens.
+        count_B: int32, nodes on the path, which is also how many tokens were emitted: the
+            accepted drafts and the bonus. 0 marks an idle row, for which `observe` does nothing.
+        hidden_BPD: the target's final-norm output at these nodes.
+        bonus_B: int32, the token after the path, the next root.
+    """
+
+    node_BP: jax.Array
+    token_BP: jax.Array
+    count_B: jax.Array
+    hidden_BPD: jax.Array
+    bonus_B: jax.Array
+
+
+class Drafter(Protocol):
+    """Grows a token tree for each row and follows what was accepted.
+
+    Attributes:
+        depth: deepest node it may propose; static.
+        buckets: ascending tree sizes to compile the target pass for; the last is N. A step uses
+            the smallest that holds the valid nodes of every row; static.
+    """
+
+    @property
+    def depth(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """See the class."""
+        ...
+
+    def init(
+        self, token_BT: jax.Array, length_B: jax.Array, hidden_BTD: jax.Array, capacity: int
+    ) -> Any:
+        """Returns the state before the first proposal.
+
+        Args:
+            token_BT: int32 prompts, right-padded; the last real token is the first root.
+            length_B: int32, tokens of each prompt, >= 1 (0 for a padding row).
+            hidden_BTD: the target's final-norm output at prompt[:-1]; zeros elsewhere.
+            capacity: most tokens (prompt and output) a row can reach.
+        """
+        ...
+
+    def propose(
+        self, state: Any, view: View, key_B: jax.Array
+    ) -> tuple[TokenTree, Draws, Any]:
+        """Returns a tree of `buckets[-1]` slots, how its nodes were drawn, and the new state.
+
+        Args:
+            state: from `init` or `observe`.
+            view: see `View`.
+            key_B: one random key a row, from (seed, request, position of the root).
+        """
+        ...
+
+    def observe(self, state: Any, step: Step) -> Any:
+        """Returns the state after a step; rows with count 0 are left as they are."""
+        ...
