@@ -34,7 +34,7 @@ class Comm(Protocol):
         ...
 
     def column_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Multiplies the last axis of `x` with the first of `w`: [..., D] x [D, *out] -> [..., *out]."""
+        """Contracts the last axis of `x` and the first of `w`: [..., D] x [D, *out] -> [..., *out]."""
         ...
 
     def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """The speculation step and the loop around it, all on the device.
 
-    prefill -> loop of: propose -> verify_forward -> accept -> commit + observe
+prefill -> loop of: propose -> verify_forward -> accept -> commit + observe
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from models.kv_cache import KVCache, commit, take_path
 from models.prefill import prefill
 from models.transformer import Transformer
 from spec.drafters.protocol import Drafter, Step, View
-from spec.stats import Stats
+from spec.metrics import step_record
 from spec.tree import TokenTree, ancestor_mask, emitted_tokens, limit_depth
 from spec.verify import Accepted, accept_greedy
 
@@ -52,7 +52,8 @@ class DecodeState:
         finish_B: int32, RUNNING, EOS or LENGTH.
         drafter: the drafter's state.
         key_B: one random key a row, from (seed, request).
-        stats: counters.
+        record_BER: int32, at the slot of each step's first token what the step did
+            (`metrics.step_record`), -1 elsewhere.
     """
 
     cache: KVCache
@@ -63,7 +64,7 @@ class DecodeState:
     finish_B: jax.Array
     drafter: Any
     key_B: jax.Array
-    stats: Stats
+    record_BER: jax.Array
 
 
 class Trace(NamedTuple):
@@ -116,7 +117,7 @@ def start(
         finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH),
         drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1),
         key_B=key_B,
-        stats=Stats.empty(B, drafter.depth + 1, drafter.buckets[-1]),
+        record_BER=jnp.full((B, out_size, 4), -1, jnp.int32),
     )
 
 
@@ -160,6 +161,7 @@ def spec_step(
     last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
     bonus_B = jnp.take_along_axis(emitted_BP, last_B1, axis=1)[:, 0]
 
+    record_B1R = step_record(tree, emitted_BP[:, 0], accepted.count_B, count_B)[:, None, :]
     step = Step(accepted.node_BP, token_BP, count_B, verified.hidden_BPD, bonus_B)
     new = DecodeState(
         cache=commit(state.cache, verified.path_kv, count_B),
@@ -170,7 +172,7 @@ def spec_step(
         finish_B=jnp.where(active_B, finish_B, state.finish_B),
         drafter=drafter.observe(drafter_state, step),
         key_B=state.key_B,
-        stats=state.stats.add(tree, emitted_BP[:, 0], accepted.count_B, count_B),
+        record_BER=_append(state.record_BER, record_B1R, state.emitted_B, jnp.minimum(count_B, 1)),
     )
     return new, Trace(tree, Accepted(accepted.node_BP, count_B, bonus_B))
 
@@ -226,12 +228,10 @@ def _cut(
     return jnp.where(active_B, count_B, 0), jnp.where(ended_B, EOS, finish_B)
 
 
-def _append(
-    token_BE: jax.Array, emitted_BP: jax.Array, used_B: jax.Array, count_B: jax.Array
-) -> jax.Array:
-    B, P = emitted_BP.shape
-    E = token_BE.shape[1]
+def _append(buffer: jax.Array, new: jax.Array, used_B: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Writes the first `count` entries of each row of `new` [B, P, ...] behind `used`."""
+    B, P = new.shape[:2]
     step_P = jnp.arange(P, dtype=jnp.int32)[None, :]
-    slot_BP = jnp.where(step_P < count_B[:, None], used_B[:, None] + step_P, E)
+    slot_BP = jnp.where(step_P < count_B[:, None], used_B[:, None] + step_P, buffer.shape[1])
     row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
-    return token_BE.at[row_B1, slot_BP].set(emitted_BP, mode="drop")
+    return buffer.at[row_B1, slot_BP].set(new, mode="drop")

@@ -58,9 +58,7 @@ def accept_greedy(
     return Accepted(node_BP, count_B, jnp.take_along_axis(best_BN, leaf_B1, axis=1)[:, 0])
 
 
-def path_to(
-    tree: TokenTree, mask_BNN: jax.Array, leaf_B1: jax.Array, path_size: int
-) -> jax.Array:
+def path_to(tree: TokenTree, mask_BNN: jax.Array, leaf_B1: jax.Array, path_size: int) -> jax.Array:
     """Returns int32 [B, P]: slots from the root to `leaf_B1` [B, 1], then N."""
     above_BN = jnp.take_along_axis(mask_BNN, leaf_B1[:, :, None], axis=1)[:, 0]
     step_P = jnp.arange(path_size, dtype=jnp.int32)

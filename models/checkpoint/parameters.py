@@ -1,6 +1,7 @@
 """Which stored tensor fills which parameter: the one table that every checkpoint format reads."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -83,6 +84,7 @@ class Parameter:
         return array if self.inputs is None else array.reshape(self.file_shape[::-1]).T
 
 
+@functools.lru_cache(maxsize=1)  # checking and building ask for the same one, 0.6 s for 30 blocks
 def _abstract(config: ModelConfig) -> Any:
     """Returns graph definition and pure state of the model, shapes only: nothing is computed."""
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), jnp.float32))

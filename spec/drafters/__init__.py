@@ -6,4 +6,12 @@ from spec.drafters.protocol import Drafter, Step, View
 from spec.drafters.root import RootDrafter
 from spec.drafters.scripted import ScriptedDrafter
 
-__all__ = ["Drafter", "ModelDrafter", "NGramDrafter", "RootDrafter", "ScriptedDrafter", "Step", "View"]
+__all__ = [
+    "Drafter",
+    "ModelDrafter",
+    "NGramDrafter",
+    "RootDrafter",
+    "ScriptedDrafter",
+    "Step",
+    "View",
+]

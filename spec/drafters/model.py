@@ -64,7 +64,9 @@ class ModelDrafter:
         capacity = min(capacity, self.model.config.max_positions)
         cache, _ = prefill(self.model, token_BT, length_B, capacity)
         last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
-        unread_BP = jnp.pad(jnp.take_along_axis(token_BT, last_B1, axis=1), ((0, 0), (0, self.depth)))
+        unread_BP = jnp.pad(
+            jnp.take_along_axis(token_BT, last_B1, axis=1), ((0, 0), (0, self.depth))
+        )
         return ModelState(cache, unread_BP, jnp.minimum(length_B, 1))
 
     def propose(
@@ -132,9 +134,7 @@ class ModelDrafter:
         return TokenTree(token_BN, parent_BN, depth_BN, valid_BN)
 
 
-def _extend(
-    earlier: tuple[LayerKV, ...] | None, new: tuple[LayerKV, ...]
-) -> tuple[LayerKV, ...]:
+def _extend(earlier: tuple[LayerKV, ...] | None, new: tuple[LayerKV, ...]) -> tuple[LayerKV, ...]:
     if earlier is None:
         return new
     return jax.tree.map(lambda a, b: jnp.concatenate((a, b), axis=1), earlier, new)

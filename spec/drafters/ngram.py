@@ -68,7 +68,9 @@ class NGramDrafter:
         buffer = jnp.zeros((B, max(capacity, T)), jnp.int32)
         return History(buffer.at[:, :T].set(token_BT), length_B)
 
-    def propose(self, state: History, view: View, key_B: jax.Array) -> tuple[TokenTree, Draws, History]:
+    def propose(
+        self, state: History, view: View, key_B: jax.Array
+    ) -> tuple[TokenTree, Draws, History]:
         """Returns the merged tree; rows without a match get the root alone."""
         run_BS = _match_length(state, self.window)
         S = run_BS.shape[1]

@@ -95,9 +95,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(
-        self, state: Any, view: View, key_B: jax.Array
-    ) -> tuple[TokenTree, Draws, Any]:
+    def propose(self, state: Any, view: View, key_B: jax.Array) -> tuple[TokenTree, Draws, Any]:
         """Returns a tree of `buckets[-1]` slots, how its nodes were drawn, and the new state.
 
         Args:

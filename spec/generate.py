@@ -1,0 +1,263 @@
+"""Prompts in, completions out: batching, bucketing, stop strings. The host side of `decode`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.kv_cache import check_room
+from models.transformer import Transformer
+from spec.decode import EOS, LENGTH, RUNNING, DecodeState, Settings, advance, start
+from spec.drafters.protocol import Drafter
+from spec.metrics import Metrics
+
+# With stop strings the host looks at the text after at most this many steps.
+SEGMENT = 16
+_EVER = np.int32(np.iinfo(np.int32).max)
+
+_start = jax.jit(start, static_argnames=("capacity", "out_size"))
+_advance = jax.jit(advance, donate_argnames=("state",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How to continue a batch of prompts.
+
+    Attributes:
+        max_new_tokens: budget of every row, >= 0 tokens.
+        eos_ids: ids that end a row; may be empty.
+        vocab_size: ids that the tokenizer knows; None for the whole table. Ids from here on are
+            padding of the embedding table and are never chosen.
+        max_length: most tokens of prompt and output together; None for the model's own limit.
+        stop: strings that end a row; neither they nor anything after is returned.
+        token_bytes: bytes of a token id, needed for `stop` (`Tokenizer.token_bytes`).
+        seed: of the random keys; row i is request number i.
+        run_limit: most tokens a step may emit; None for as many as are accepted.
+    """
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
+    max_length: int | None = None
+    stop: tuple[str, ...] = ()
+    token_bytes: Callable[[int], bytes] | None = None
+    seed: int = 0
+    run_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be done."""
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens = {self.max_new_tokens} must be 0 or more.")
+        if self.stop and (self.token_bytes is None or "" in self.stop):
+            raise ValueError(f"stop = {self.stop}: give token_bytes with it, and no empty string.")
+        if self.run_limit is not None and self.run_limit < 1:
+            raise ValueError(f"run_limit = {self.run_limit} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """Continuation of one prompt.
+
+    Attributes:
+        token_ids: emitted tokens, an ending end-of-sequence token included. After a stop string:
+            the tokens that begin before it.
+        finish_reason: "eos", "length" (budget or the model's limit) or "stop".
+        metrics: counts of the target steps that made these tokens.
+        stop_bytes: with finish reason "stop", how many bytes of the tokens' text to keep.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["eos", "length", "stop"]
+    metrics: Metrics
+    stop_bytes: int | None = None
+
+
+def generate(
+    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
+) -> list[Completion]:
+    """Continues every prompt greedily; the output is the target's, whatever the drafter.
+
+    One jitted `while_loop`, or segments of it where stop strings must be looked for. Batch,
+    prompt length, budget and cache are rounded up to powers of two: one compiled program each.
+
+    Args:
+        target: the model.
+        drafter: see `Drafter`; `RootDrafter()` is plain decoding.
+        prompts: token ids, at least one a prompt. A prompt of exactly the limit gives no tokens.
+        request: see `Request`.
+
+    Raises:
+        ValueError: for an empty prompt, one beyond the limit, or ids outside the vocabulary.
+    """
+    state, settings = begin(target, drafter, prompts, request)
+    stops = _StopScanner(request, len(prompts))
+    while True:
+        state = _advance(target, drafter, state, settings, SEGMENT if request.stop else _EVER)
+        state, running = stops.scan(state)
+        if not running:
+            return _completions(state, stops)
+
+
+def stream(
+    target: Transformer,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    steps: int = 1,
+) -> Iterator[list[Completion]]:
+    """Yields what every row has so far, after each `steps` target steps.
+
+    The last item equals `generate`'s result; in earlier ones the finish reason of a running row
+    is not meaningful yet. With stop strings text that could still become one is not held back.
+
+    Args:
+        target: see `generate`.
+        drafter: see `generate`.
+        prompts: see `generate`.
+        request: see `generate`.
+        steps: 1..16 target steps between items.
+
+    Raises:
+        ValueError: as `generate`, or for other `steps`.
+    """
+    if not 1 <= steps <= SEGMENT:
+        raise ValueError(f"steps = {steps} must lie in 1..{SEGMENT}.")
+    state, settings = begin(target, drafter, prompts, request)
+    stops = _StopScanner(request, len(prompts))
+    running = True
+    while running:
+        state = _advance(target, drafter, state, settings, np.int32(steps))
+        state, running = stops.scan(state)
+        yield _completions(state, stops)
+
+
+def begin(
+    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
+) -> tuple[DecodeState, Settings]:
+    """Checks and pads the prompts and prefills them; see `generate` for the arguments."""
+    limit = request.max_length or target.config.max_positions
+    vocab = request.vocab_size or target.config.vocab_size
+    _check(target, prompts, limit, vocab)
+    lengths = [len(prompt) for prompt in prompts]
+    budgets = [min(request.max_new_tokens, limit - length) for length in lengths]
+    B = round_up(len(prompts), 1)
+    token_BT = np.zeros((B, round_up(max(lengths), 16)), np.int32)
+    for row, prompt in enumerate(prompts):
+        token_BT[row, : len(prompt)] = prompt
+    needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
+    capacity = round_up(needed, 64)
+    check_room(capacity, needed)
+    key_B = jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(request.seed), jnp.arange(B, dtype=jnp.int32)
+    )
+    pad = [0] * (B - len(prompts))
+    state = _start(
+        target,
+        drafter,
+        token_BT,
+        np.asarray(lengths + pad, np.int32),
+        np.asarray(budgets + pad, np.int32),
+        key_B,
+        capacity=capacity,
+        out_size=round_up(max(budgets), 16),
+    )
+    eos = [*request.eos_ids, *[-1] * (round_up(len(request.eos_ids), 4) - len(request.eos_ids))]
+    run_limit = _EVER if request.run_limit is None else np.int32(request.run_limit)
+    return state, Settings(jnp.asarray(eos, jnp.int32), jnp.asarray(run_limit), vocab)
+
+
+def round_up(size: int, least: int) -> int:
+    """Returns the smallest power of two that is at least `size` and `least`."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def _check(target: Transformer, prompts: Sequence[Sequence[int]], limit: int, vocab: int) -> None:
+    config = target.config
+    if not prompts:
+        raise ValueError("No prompts: give at least one.")
+    if limit > config.max_positions:
+        raise ValueError(
+            f"max_length = {limit} exceeds the model's {config.max_positions} positions."
+        )
+    if vocab > config.vocab_size:
+        raise ValueError(
+            f"vocab_size = {vocab} exceeds the target's table of {config.vocab_size} rows."
+        )
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"Prompt {row} has no tokens: give at least one (for example BOS).")
+        if len(prompt) > limit:
+            raise ValueError(
+                f"Prompt {row} has {len(prompt)} tokens, the limit is {limit}: shorten it."
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise ValueError(
+                f"Prompt {row} holds ids {min(prompt)}..{max(prompt)}, the vocabulary is "
+                f"0..{vocab - 1}: use the target's tokenizer."
+            )
+
+
+class _StopScanner:
+    """Looks for stop strings in the decoded bytes, each byte once."""
+
+    def __init__(self, request: Request, rows: int):
+        self.needles = [text.encode() for text in request.stop]
+        self.token_bytes = request.token_bytes
+        self.text = [bytearray() for _ in range(rows)]
+        self.ends: list[list[int]] = [[] for _ in range(rows)]  # byte at which each token ends
+        self.cut: list[int | None] = [None] * rows  # byte at which the first stop string begins
+
+    def scan(self, state: DecodeState) -> tuple[DecodeState, bool]:
+        """Reads new tokens; waits for the device.
+
+        Returns the state, rows that met a stop string finished, and whether any row goes on.
+        """
+        rows = len(self.text)
+        finish = np.array(state.finish_B)
+        if self.needles:
+            tokens, emitted = np.asarray(state.token_BE), np.asarray(state.emitted_B)
+            for row in range(rows):
+                if self.cut[row] is None:
+                    self._read(row, tokens[row, : emitted[row]])
+            stopped = [row for row, cut in enumerate(self.cut) if cut is not None]
+            finish[stopped] = np.where(finish[stopped] == RUNNING, LENGTH, finish[stopped])
+            state = dataclasses.replace(state, finish_B=jnp.asarray(finish))
+        return state, bool((finish == RUNNING).any())
+
+    def _read(self, row: int, tokens: np.ndarray) -> None:
+        assert self.token_bytes is not None
+        text, ends = self.text[row], self.ends[row]
+        old = len(text)
+        for token in tokens[len(ends) :]:
+            text += self.token_bytes(int(token))
+            ends.append(len(text))
+        hits = [text.find(needle, max(0, old - len(needle) + 1)) for needle in self.needles]
+        self.cut[row] = min((hit for hit in hits if hit >= 0), default=None)
+
+    def kept(self, row: int) -> int:
+        """Returns how many tokens begin before the stop string."""
+        cut, begins = self.cut[row], [0, *self.ends[row]]
+        assert cut is not None
+        return sum(begin < cut for begin in begins[:-1])
+
+
+def _completions(state: DecodeState, stops: _StopScanner) -> list[Completion]:
+    tokens, emitted, finish, record = jax.device_get(
+        (state.token_BE, state.emitted_B, state.finish_B, state.record_BER)
+    )
+    out = []
+    for row, cut in enumerate(stops.cut):
+        count = int(emitted[row]) if cut is None else stops.kept(row)
+        reason: Literal["eos", "length", "stop"] = "eos" if finish[row] == EOS else "length"
+        out.append(
+            Completion(
+                tuple(tokens[row, :count].tolist()),
+                reason if cut is None else "stop",
+                Metrics.from_records(record[row, :count]),
+                cut,
+            )
+        )
+    return out
