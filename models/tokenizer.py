@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from models import chat
+from models import chat, token_bytes
 from models.checkpoint import gguf, gguf_tokenizer
 
 
@@ -40,7 +40,9 @@ class Tokenizer:
                     f"BOS or EOS token {token_id} is not among the {self.vocab_size} tokens."
                 )
         if self.add_bos and self.bos_id is None:
-            raise ValueError("add_bos is true, but the tokenizer names no BOS token.")
+            raise ValueError(
+                "add_bos is true, but the tokenizer names no BOS token: name one or set it false."
+            )
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -112,22 +114,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _bytes(self) -> list[bytes]:
-        decoder = json.loads(self.backend.to_str())["decoder"] or {"type": None}
-        kinds = {part["type"] for part in (decoder, *decoder.get("decoders", ()))}
-        if "ByteLevel" in kinds:
-            to_bytes = _bytes_of_byte_level
-        elif kinds & {"ByteFallback", "Metaspace"}:
-            to_bytes = _bytes_of_sentencepiece
-        else:
-            raise ValueError(f"Tokens of a tokenizer with decoder {decoder} have no known bytes.")
-        added = self.backend.get_added_tokens_decoder()
-        table = [b""] * self.vocab_size
-        for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
-            if token_id not in added:
-                table[token_id] = to_bytes(token)
-            elif not added[token_id].special:
-                table[token_id] = token.encode()
-        return table
+        return token_bytes.table(self.backend)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -141,7 +128,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: if there is no tokenizer there, or one that cannot be read.
     """
     path = pathlib.Path(path)
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and path.is_file():
         return _from_gguf(path)
     if (path / "tokenizer.json").is_file():
         return _from_folder(path)
@@ -201,8 +188,9 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     eos = _json(folder / "generation_config.json").get("eos_token_id", model.get("eos_token_id"))
     if eos is None:
         eos = _token_id(backend, options.get("eos_token"), None)
-    # Where the flag is absent, what the tokenizer's own post-processor would do.
-    adds = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
+    add_bos = options.get("add_bos_token")
+    if add_bos is None:  # then what the tokenizer's own post-processor does
+        add_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
     template = options.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -212,13 +200,16 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
         backend,
         bos_id=bos_id,
         eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        add_bos=options.get("add_bos_token", adds),
+        add_bos=add_bos,
         chat_template=template,
     )
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}. Download it again.") from error
 
 
 def _token_id(
@@ -227,23 +218,3 @@ def _token_id(
     """Returns the id of a token from `tokenizer_config.json`: a string, or an object with one."""
     text = token["content"] if isinstance(token, dict) else token
     return default if text is None else backend.token_to_id(text)
-
-
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the other 68 characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
-def _bytes_of_byte_level(token: str) -> bytes:
-    return bytes(_byte_of_character()[character] for character in token)
-
-
-def _bytes_of_sentencepiece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("▁", " ").encode()

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ def _abstract(config: ModelConfig) -> Any:
 
 def _parameter(path: tuple[Any, ...], shape: Shape) -> Parameter:
     block = path[1] if path[0] == "blocks" else None
-    key = ".".join("{}" if part is block else str(part) for part in path)
+    key = ".".join("{}" if part == block else str(part) for part in path)
     hugging_face, gguf, inputs = _TABLE[key]
     return Parameter(path, shape, hugging_face.format(block), gguf.format(block), inputs)
 
@@ -105,9 +105,15 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     return [_parameter(path, leaf.shape) for path, leaf in nnx.to_flat_state(state)]
 
 
+def of_model(model: Transformer) -> Iterator[tuple[Parameter, jax.Array]]:
+    """Yields every parameter of a model with its array."""
+    for path, leaf in nnx.to_flat_state(nnx.split(model)[1]):
+        yield _parameter(path, leaf.shape), leaf[...]
+
+
 def build(
     config: ModelConfig,
-    read: Callable[[Parameter], np.ndarray],
+    read: Callable[[Parameter], np.ndarray | jax.Array],
     dtype: jax.typing.DTypeLike,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Transformer:

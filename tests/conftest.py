@@ -1,0 +1,22 @@
+"""Eight CPU devices, and JAX told to raise where it would guess."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import pytest
+
+from models.checkpoint import gguf
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The packaged SmolLM2-135M; its absence is a failure, since `make install` installs it."""
+    return gguf.packaged_smollm2()
