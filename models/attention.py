@@ -83,7 +83,9 @@ class Attention(nnx.Module):
         kv = LayerKV(rotate(k_BNKA, ctx.cos_BNa, ctx.sin_BNa), v_BNKA)
         tree = kv
         if earlier is not None:
-            tree = LayerKV(*(jnp.concatenate(pair, axis=1) for pair in zip(earlier, kv, strict=True)))
+            tree = LayerKV(
+                *(jnp.concatenate(pair, axis=1) for pair in zip(earlier, kv, strict=True))
+            )
         mixed_BNHA = tree_attention(
             q_BNHA, *cached, ctx.length_B, tree.k_BNKA, tree.v_BNKA, ctx.mask_BNM
         )

@@ -51,9 +51,7 @@ class KVCache:
         return cls(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
 
 
-def commit(
-    cache: KVCache, path: Sequence[LayerKV], count_B: jax.Array
-) -> KVCache:
+def commit(cache: KVCache, path: Sequence[LayerKV], count_B: jax.Array) -> KVCache:
     """Appends the K/V of each row's accepted path.
 
     Args:

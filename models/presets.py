@@ -3,7 +3,9 @@
 from models.config import ModelConfig, RopeScaling
 
 
-def _smollm2(d_model: int, d_ff: int, layers: int, heads: int, kv: int, theta: float) -> ModelConfig:
+def _smollm2(
+    d_model: int, d_ff: int, layers: int, heads: int, kv: int, theta: float
+) -> ModelConfig:
     return ModelConfig(
         vocab_size=49152,
         d_model=d_model,

@@ -185,9 +185,9 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     backend.no_padding()
     options, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
     bos_id = _token_id(backend, options.get("bos_token"), model.get("bos_token_id"))
-    eos = _json(folder / "generation_config.json").get("eos_token_id", model.get("eos_token_id"))
+    eos = _json(folder / "generation_config.json").get("eos_token_id")
     if eos is None:
-        eos = _token_id(backend, options.get("eos_token"), None)
+        eos = model.get("eos_token_id", _token_id(backend, options.get("eos_token"), None))
     add_bos = options.get("add_bos_token")
     if add_bos is None:  # then what the tokenizer's own post-processor does
         add_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]

@@ -34,7 +34,7 @@ class Comm(Protocol):
         ...
 
     def column_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Contracts the last axis of `x` and the first of `w`: [..., D] x [D, *out] -> [..., *out]."""
+        """Contracts last with first axis: x [..., D], w [D, *out] -> [..., *out]."""
         ...
 
     def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:

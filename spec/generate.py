@@ -10,7 +10,17 @@ import numpy as np
 
 from models.kv_cache import check_room
 from models.transformer import Transformer
-from spec.decode import EOS, LENGTH, RUNNING, DecodeState, Settings, advance, start
+from spec.decode import (
+    EOS,
+    LENGTH,
+    RUNNING,
+    DecodeState,
+    Settings,
+    Trace,
+    advance,
+    spec_step,
+    start,
+)
 from spec.drafters.protocol import Drafter
 from spec.metrics import Metrics
 
@@ -20,6 +30,7 @@ _EVER = np.int32(np.iinfo(np.int32).max)
 
 _start = jax.jit(start, static_argnames=("capacity", "out_size"))
 _advance = jax.jit(advance, donate_argnames=("state",))
+_traced_step = jax.jit(spec_step, donate_argnames=("state",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +47,8 @@ class Request:
         token_bytes: bytes of a token id, needed for `stop` (`Tokenizer.token_bytes`).
         seed: of the random keys; row i is request number i.
         run_limit: most tokens a step may emit; None for as many as are accepted.
+        reserve: tokens (prompt and output) to pad for at least, so that batches of different
+            lengths share one compiled program.
     """
 
     max_new_tokens: int
@@ -46,6 +59,7 @@ class Request:
     token_bytes: Callable[[int], bytes] | None = None
     seed: int = 0
     run_limit: int | None = None
+    reserve: int = 1
 
     def __post_init__(self) -> None:
         """Refuses what cannot be done."""
@@ -92,13 +106,42 @@ def generate(
     Raises:
         ValueError: for an empty prompt, one beyond the limit, or ids outside the vocabulary.
     """
+    return finish(target, drafter, *begin(target, drafter, prompts, request), len(prompts), request)
+
+
+def finish(
+    target: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    settings: Settings,
+    rows: int,
+    request: Request,
+) -> list[Completion]:
+    """Decodes the first `rows` rows of what `begin` made to their end; consumes `state`."""
+    stops = _StopScanner(request, rows)
+    running = True
+    while running:
+        steps = np.int32(SEGMENT) if request.stop else _EVER
+        state, running = stops.scan(_advance(target, drafter, state, settings, steps))
+    return _completions(state, stops)
+
+
+def warm_up(
+    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
+) -> None:
+    """Compiles what `generate` would run for these arguments, and runs one step of it."""
     state, settings = begin(target, drafter, prompts, request)
-    stops = _StopScanner(request, len(prompts))
-    while True:
-        state = _advance(target, drafter, state, settings, SEGMENT if request.stop else _EVER)
-        state, running = stops.scan(state)
-        if not running:
-            return _completions(state, stops)
+    jax.block_until_ready(_advance(target, drafter, state, settings, np.int32(1)))
+
+
+def trace(
+    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
+) -> Iterator[Trace]:
+    """Yields the tree of each step and what was accepted, a step at a time, until all is done."""
+    state, settings = begin(target, drafter, prompts, request)
+    while (np.asarray(state.finish_B) == RUNNING).any():
+        state, step = _traced_step(target, drafter, state, settings)
+        yield step
 
 
 def stream(
@@ -144,11 +187,11 @@ def begin(
     lengths = [len(prompt) for prompt in prompts]
     budgets = [min(request.max_new_tokens, limit - length) for length in lengths]
     B = round_up(len(prompts), 1)
-    token_BT = np.zeros((B, round_up(max(lengths), 16)), np.int32)
+    token_BT = np.zeros((B, round_up(max(*lengths, request.reserve), 16)), np.int32)
     for row, prompt in enumerate(prompts):
         token_BT[row, : len(prompt)] = prompt
     needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
-    capacity = round_up(needed, 64)
+    capacity = round_up(max(needed, request.reserve), 64)
     check_room(capacity, needed)
     key_B = jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(request.seed), jnp.arange(B, dtype=jnp.int32)

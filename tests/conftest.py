@@ -8,9 +8,11 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from models.checkpoint import gguf
+from models.checkpoint import gguf, load_model
+from models.tokenizer import load_tokenizer
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -20,3 +22,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def smollm2_path():
     """The packaged SmolLM2-135M; its absence is a failure, since `make install` installs it."""
     return gguf.packaged_smollm2()
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path):
+    """The model in float32, and its tokenizer."""
+    return load_model(smollm2_path, jnp.float32), load_tokenizer(smollm2_path)

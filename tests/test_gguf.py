@@ -8,7 +8,7 @@ import gguf as format_
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from checkpoint_files import TIED, gguf_metadata, leaves, random_tensors, write_gguf
 
 from models.checkpoint import gguf, load_model
 from models.checkpoint.parameters import parameters
@@ -19,76 +19,14 @@ from models.transformer import causal_mask
 
 Type = format_.GGMLQuantizationType
 
-TINY = dataclasses.replace(
-    preset("llama-68m"),
-    vocab_size=97,
-    d_model=64,
-    d_ff=32,
-    num_layers=1,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    tied_embeddings=True,
-)
-
-
-def metadata(config):
-    return {
-        "general.architecture": "llama",
-        "llama.block_count": config.num_layers,
-        "llama.embedding_length": config.d_model,
-        "llama.feed_forward_length": config.d_ff,
-        "llama.attention.head_count": config.num_heads,
-        "llama.attention.head_count_kv": config.num_kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": config.rope_theta,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "llama.context_length": config.max_positions,
-        "llama.vocab_size": config.vocab_size,
-    }
-
-
-def random_tensors(config, seed=0):
-    """GGUF name -> values in the file's layout, but query and key rows in our order."""
-    rng = np.random.default_rng(seed)
-    return {
-        p.gguf: (0.3 * rng.standard_normal(p.file_shape)).astype(np.float32)
-        for p in parameters(config)
-    }
+# One layer is enough here.
+TINY = dataclasses.replace(TIED, num_layers=1)
 
 
 def permute(rows, heads):
     """What llama.cpp's convert_hf_to_gguf.py does to query and key projections."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
-
-
-def write(path, values, tensors):
-    """Writes a file. A tensor is an array, or a pair of raw bytes and their type."""
-    writer = format_.GGUFWriter(path, values["general.architecture"])
-    for key, value in values.items():
-        if key == "general.architecture":
-            continue
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
-    for name, tensor in tensors.items():
-        data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def leaves(model):
-    return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.split(model)[1])}
 
 
 @pytest.mark.parametrize(
@@ -99,13 +37,13 @@ def leaves(model):
     ],
 )
 def test_names_layout_and_row_order(tmp_path, config):
-    tensors = random_tensors(config)
+    tensors = random_tensors(config, "gguf")
     stored = dict(tensors)
     for name, value in tensors.items():
         for part, heads in (("attn_q.", config.num_heads), ("attn_k.", config.num_kv_heads)):
             if part in name:
                 stored[name] = permute(value, heads)
-    path = write(tmp_path / "model.gguf", metadata(config), stored)
+    path = write_gguf(tmp_path / "model.gguf", gguf_metadata(config), stored)
     model = load_model(path, jnp.float32)
     assert model.config == config
     loaded = leaves(model)
@@ -139,9 +77,11 @@ def test_four_bit_blocks_become_the_values_they_encode(
 ):
     data = blocks(TINY.d_model, *header)
     assert data.shape[1] == block_bytes
-    tensors = random_tensors(TINY)
+    tensors = random_tensors(TINY, "gguf")
     tensors["blk.0.ffn_down.weight"] = (data, kind)  # [D, F] with F = 32: a block a row
-    model = load_model(write(tmp_path / "model.gguf", metadata(TINY), tensors), jnp.float32)
+    model = load_model(
+        write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), tensors), jnp.float32
+    )
     for feature in (0, 63):
         np.testing.assert_array_equal(model.blocks[0].mlp.down_FD[:, feature], expected)
 
@@ -151,9 +91,11 @@ def test_eight_bit_blocks_become_the_values_they_encode(tmp_path):
     values = rng.integers(-128, 128, (64, 32)).astype(np.int8)
     scales = rng.uniform(0.1, 2, (64, 1)).astype(np.float16)
     data = np.concatenate((scales.view(np.uint8), values.view(np.uint8)), axis=1)
-    tensors = random_tensors(TINY)
+    tensors = random_tensors(TINY, "gguf")
     tensors["blk.0.ffn_down.weight"] = (data, Type.Q8_0)
-    model = load_model(write(tmp_path / "model.gguf", metadata(TINY), tensors), jnp.float32)
+    model = load_model(
+        write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), tensors), jnp.float32
+    )
     expected = scales.astype(np.float32) * values.astype(np.float32)
     np.testing.assert_array_equal(model.blocks[0].mlp.down_FD[...], expected.T)
 
@@ -177,19 +119,23 @@ def test_block_sizes(kind, values, block_bytes):
 
 @pytest.mark.parametrize("kind", [Type.F16, Type.BF16])
 def test_half_precision_tensors_load(tmp_path, kind):
-    tensors = random_tensors(TINY)
+    tensors = random_tensors(TINY, "gguf")
     up = tensors["blk.0.ffn_up.weight"]
     tensors["blk.0.ffn_up.weight"] = (format_.quantize(up, kind), kind)
-    model = load_model(write(tmp_path / "model.gguf", metadata(TINY), tensors), jnp.bfloat16)
+    model = load_model(
+        write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), tensors), jnp.bfloat16
+    )
     wanted = jnp.bfloat16(up if kind == Type.BF16 else up.astype(np.float16))
     np.testing.assert_array_equal(model.blocks[0].mlp.up_DF[...], wanted.T)
 
 
 def config_of(tmp_path, tensors=None, **changes):
     """Writes TINY with changed metadata (None drops a key) and reads its config."""
-    values = metadata(TINY) | {key.replace("__", "."): value for key, value in changes.items()}
+    values = gguf_metadata(TINY) | {key.replace("__", "."): value for key, value in changes.items()}
     values = {key: value for key, value in values.items() if value is not None}
-    path = write(tmp_path / "model.gguf", values, random_tensors(TINY) | (tensors or {}))
+    path = write_gguf(
+        tmp_path / "model.gguf", values, random_tensors(TINY, "gguf") | (tensors or {})
+    )
     return gguf.read_config(gguf.open_gguf(path), path)
 
 
@@ -226,8 +172,8 @@ def test_llama3_rope_factors_are_recognised(tmp_path):
     scaled = dataclasses.replace(plain, rope_scaling=llama3.rope_scaling)
     factors = np.asarray(rope_frequencies(plain)) / np.asarray(rope_frequencies(scaled))
     assert (factors.min(), factors.max()) == (1, 32)
-    tensors = random_tensors(plain) | {"rope_freqs.weight": factors}
-    path = write(tmp_path / "model.gguf", metadata(plain), tensors)
+    tensors = random_tensors(plain, "gguf") | {"rope_freqs.weight": factors}
+    path = write_gguf(tmp_path / "model.gguf", gguf_metadata(plain), tensors)
     assert load_model(path, jnp.float32).config == scaled
 
 
@@ -272,13 +218,13 @@ def refused(tmp_path, monkeypatch):
 
 
 def test_everything_wrong_is_named_at_once(tmp_path, refused):
-    tensors = random_tensors(TINY)
+    tensors = random_tensors(TINY, "gguf")
     del tensors["output_norm.weight"]
     tensors["blk.0.ffn_gate_inp.weight"] = np.ones((2, 64), np.float32)
     tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"].T
     tensors["blk.0.attn_norm.weight"] = np.ones(64, np.int8)
     refused(
-        write(tmp_path / "model.gguf", metadata(TINY), tensors),
+        write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), tensors),
         "missing: output_norm.weight",
         "unexpected: blk.0.ffn_gate_inp.weight",
         "of wrong shape: blk.0.ffn_up.weight is (64, 32), not (32, 64)",
@@ -287,13 +233,15 @@ def test_everything_wrong_is_named_at_once(tmp_path, refused):
 
 
 def test_a_file_without_the_embedding_table_is_refused(tmp_path, refused):
-    tensors = random_tensors(TINY)
+    tensors = random_tensors(TINY, "gguf")
     del tensors["token_embd.weight"]
-    refused(write(tmp_path / "model.gguf", metadata(TINY), tensors), "lacks token_embd.weight")
+    refused(
+        write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), tensors), "lacks token_embd.weight"
+    )
 
 
 def test_a_tensor_type_unknown_to_the_reader_is_refused_by_number(tmp_path, refused):
-    path = write(tmp_path / "model.gguf", metadata(TINY), random_tensors(TINY))
+    path = write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), random_tensors(TINY, "gguf"))
     data = bytearray(path.read_bytes())
     name = b"blk.0.ffn_up.weight"
     kind_at = data.index(name) + len(name) + 4 + 2 * 8  # after the rank and two sizes
@@ -305,7 +253,7 @@ def test_a_tensor_type_unknown_to_the_reader_is_refused_by_number(tmp_path, refu
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 300, 2000, -1000])
 def test_a_cut_off_file_is_refused(tmp_path, refused, keep):
-    path = write(tmp_path / "model.gguf", metadata(TINY), random_tensors(TINY))
+    path = write_gguf(tmp_path / "model.gguf", gguf_metadata(TINY), random_tensors(TINY, "gguf"))
     path.write_bytes(path.read_bytes()[:keep])
     refused(path, "cut off")
 

@@ -7,47 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from checkpoint_files import TIED, TINY, WIDE_HEADS, assert_same, leaves, random_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.checkpoint import load_model, orbax
-from models.checkpoint.parameters import build
 from models.config import config_to_hf
-from models.presets import preset
-
-TINY = dataclasses.replace(
-    preset("llama-68m"),
-    vocab_size=96,
-    d_model=48,
-    d_ff=64,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    attention_bias=True,
-)
-
-
-def random_model(config=TINY, dtype=jnp.float32):
-    rng = np.random.default_rng(0)
-    return build(config, lambda p: rng.standard_normal(p.shape), dtype)
-
-
-def leaves(model):
-    return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.split(model)[1])}
-
-
-def assert_same(one, other):
-    assert one.config == other.config
-    one, other = leaves(one), leaves(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=str(name), strict=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
-def test_save_then_load_is_exact(tmp_path, dtype, tied):
-    model = random_model(dataclasses.replace(TINY, tied_embeddings=tied), dtype)
+@pytest.mark.parametrize("config", [TINY, TIED, WIDE_HEADS])
+def test_save_then_load_is_exact(tmp_path, dtype, config):
+    model = random_model(config, dtype)
     orbax.save(model, tmp_path / "new" / "folder")
     assert_same(load_model(tmp_path / "new" / "folder", dtype), model)
 
@@ -56,7 +26,7 @@ def test_save_then_load_is_exact(tmp_path, dtype, tied):
     ("saved", "wanted"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
 )
 def test_another_dtype_is_a_cast_of_what_was_saved(tmp_path, saved, wanted):
-    model = random_model(dtype=saved)
+    model = random_model(TINY, saved)
     orbax.save(model, tmp_path)
     loaded = load_model(tmp_path, wanted)
     assert loaded.dtype == wanted
@@ -66,7 +36,7 @@ def test_another_dtype_is_a_cast_of_what_was_saved(tmp_path, saved, wanted):
 
 
 def test_a_sharded_model_loads_on_one_device(tmp_path):
-    plain, model = random_model(), random_model()
+    plain, model = random_model(TINY), random_model(TINY)
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = NamedSharding(mesh, PartitionSpec("fsdp"))
     model.embed_VD[...] = jax.device_put(model.embed_VD[...], spread)
@@ -78,23 +48,23 @@ def test_a_sharded_model_loads_on_one_device(tmp_path):
 
 
 def test_an_existing_checkpoint_is_not_overwritten(tmp_path):
-    model = random_model()
+    model = random_model(TINY)
     orbax.save(model, tmp_path)
     with pytest.raises(ValueError, match="holds a checkpoint already"):
-        orbax.save(random_model(), tmp_path)
+        orbax.save(random_model(TINY), tmp_path)
     assert_same(load_model(tmp_path, jnp.float32), model)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"d_ff": 128}, r"blocks\.0\.mlp\.down_FD is \(64, 48\), not \(128, 48\)"),
+        ({"d_ff": 128}, r"blocks\.0\.mlp\.down_FD is \(32, 64\), not \(128, 64\)"),
         ({"num_layers": 3}, r"missing: blocks\.2\.attention"),
         ({"tied_embeddings": True}, "unexpected: head_DV"),
     ],
 )
 def test_parameters_of_another_config_are_refused(tmp_path, monkeypatch, change, words):
-    orbax.save(random_model(), tmp_path)
+    orbax.save(random_model(TINY), tmp_path)
     other = dataclasses.replace(TINY, **change)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(other)))
 
@@ -107,7 +77,7 @@ def test_parameters_of_another_config_are_refused(tmp_path, monkeypatch, change,
 
 
 def test_incomplete_folders_are_refused(tmp_path):
-    orbax.save(random_model(), tmp_path)
+    orbax.save(random_model(TINY), tmp_path)
     config = (tmp_path / "config.json").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"lacks config\.json"):
         load_model(tmp_path, jnp.float32)

@@ -8,75 +8,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
-from safetensors.numpy import load_file, save_file
+from checkpoint_files import (
+    TIED,
+    TINY,
+    WIDE_HEADS,
+    assert_same,
+    leaves,
+    random_model,
+    random_tensors,
+    write_folder,
+    write_shards,
+)
+from safetensors.numpy import load_file
 
 from models.checkpoint import load_model, safetensors
-from models.checkpoint.parameters import build, parameters
 from models.config import config_to_hf
-from models.presets import preset
 from models.transformer import causal_mask
-
-TINY = dataclasses.replace(
-    preset("llama-68m"),
-    vocab_size=97,
-    d_model=48,
-    d_ff=64,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-)
-TIED = dataclasses.replace(TINY, tied_embeddings=True)
-# Head width given, not hidden / heads = 10; and biases, as in transformers' attention_bias.
-WIDE_HEADS = dataclasses.replace(
-    TINY, d_model=40, num_heads=4, num_kv_heads=4, head_dim=16, attention_bias=True
-)
-
-
-def random_tensors(config, seed=0, dtype=np.float32):
-    """Values for every tensor of a checkpoint, under Hugging Face's names and shapes."""
-    rng = np.random.default_rng(seed)
-    return {
-        p.hugging_face: (0.3 * rng.standard_normal(p.file_shape)).astype(dtype)
-        for p in parameters(config)
-    }
-
-
-def random_model(config, dtype=jnp.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    return build(config, lambda p: rng.standard_normal(p.shape), dtype)
-
-
-def write(folder, config, tensors, name="model.safetensors"):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
-    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / name)
-    return folder
-
-
-def write_shards(folder, config, tensors, count=3):
-    names = sorted(tensors)
-    files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for i, file in enumerate(files):
-        write(folder, config, {name: tensors[name] for name in names[i::count]}, file)
-    index = {"weight_map": {name: files[i % count] for i, name in enumerate(names)}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return files
-
-
-def leaves(model):
-    return {
-        ".".join(map(str, path)): np.asarray(leaf[...])
-        for path, leaf in nnx.to_flat_state(nnx.split(model)[1])
-    }
-
-
-def assert_same(one, other):
-    assert one.config == other.config
-    one, other = leaves(one), leaves(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name, strict=True)
 
 
 def logits(model, tokens):
@@ -127,7 +74,7 @@ def reference_logits(tensors, config, tokens):
 @pytest.mark.parametrize("config", [TINY, TIED, WIDE_HEADS])
 def test_loaded_model_computes_what_the_names_and_shapes_mean(tmp_path, config):
     tensors = random_tensors(config)
-    model = load_model(write(tmp_path, config, tensors), jnp.float32)
+    model = load_model(write_folder(tmp_path, config, tensors), jnp.float32)
     assert model.config == config
     tokens = [3, 1, 4, 1, 5, 92]
     np.testing.assert_allclose(
@@ -138,7 +85,7 @@ def test_loaded_model_computes_what_the_names_and_shapes_mean(tmp_path, config):
 def test_explicit_head_width_rules_the_shapes(tmp_path):
     tensors = random_tensors(WIDE_HEADS)
     assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (64, 40)
-    model = load_model(write(tmp_path, WIDE_HEADS, tensors), jnp.float32)
+    model = load_model(write_folder(tmp_path, WIDE_HEADS, tensors), jnp.float32)
     assert model.blocks[0].attention.q_DHA.shape == (40, 4, 16)
     assert model.blocks[0].attention.o_HAD.shape == (4, 16, 40)
 
@@ -147,7 +94,7 @@ def test_explicit_head_width_rules_the_shapes(tmp_path):
 @pytest.mark.parametrize("wanted", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_every_dtype_is_read_and_cast(tmp_path, stored, wanted):
     tensors = random_tensors(TIED, dtype=stored)
-    model = load_model(write(tmp_path, TIED, tensors), wanted)
+    model = load_model(write_folder(tmp_path, TIED, tensors), wanted)
     table = tensors["model.embed_tokens.weight"]
     assert model.dtype == wanted
     np.testing.assert_array_equal(
@@ -157,32 +104,32 @@ def test_every_dtype_is_read_and_cast(tmp_path, stored, wanted):
 
 def test_shards_load_as_one_file_does(tmp_path):
     tensors = random_tensors(TINY)
-    whole = load_model(write(tmp_path / "whole", TINY, tensors), jnp.float32)
+    whole = load_model(write_folder(tmp_path / "whole", TINY, tensors), jnp.float32)
     write_shards(tmp_path / "shards", TINY, tensors)
     assert_same(load_model(tmp_path / "shards", jnp.float32), whole)
 
 
 def test_old_rotary_buffers_are_ignored(tmp_path):
     tensors = random_tensors(TINY)
-    plain = load_model(write(tmp_path / "plain", TINY, tensors), jnp.float32)
+    plain = load_model(write_folder(tmp_path / "plain", TINY, tensors), jnp.float32)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    assert_same(load_model(write(tmp_path / "old", TINY, tensors), jnp.float32), plain)
+    assert_same(load_model(write_folder(tmp_path / "old", TINY, tensors), jnp.float32), plain)
 
 
 def test_tied_head_may_be_absent_or_equal(tmp_path):
     tensors = random_tensors(TIED)
-    absent = load_model(write(tmp_path / "absent", TIED, tensors), jnp.float32)
+    absent = load_model(write_folder(tmp_path / "absent", TIED, tensors), jnp.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    equal = load_model(write(tmp_path / "equal", TIED, tensors), jnp.float32)
+    equal = load_model(write_folder(tmp_path / "equal", TIED, tensors), jnp.float32)
     assert absent.head_DV is None
     assert_same(absent, equal)
 
 
 def test_tied_model_with_another_head_warns_and_uses_the_table(tmp_path):
     tensors = random_tensors(TIED)
-    plain = load_model(write(tmp_path / "plain", TIED, tensors), jnp.float32)
+    plain = load_model(write_folder(tmp_path / "plain", TIED, tensors), jnp.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    folder = write(tmp_path / "differs", TIED, tensors)
+    folder = write_folder(tmp_path / "differs", TIED, tensors)
     with pytest.warns(UserWarning, match="the head is ignored"):
         assert_same(load_model(folder, jnp.float32), plain)
 
@@ -201,7 +148,7 @@ def test_save_then_load_is_exact(tmp_path, config, dtype):
 
 def test_save_writes_the_names_and_layout_of_hugging_face(tmp_path):
     tensors = random_tensors(WIDE_HEADS)
-    model = load_model(write(tmp_path / "in", WIDE_HEADS, tensors), jnp.float32)
+    model = load_model(write_folder(tmp_path / "in", WIDE_HEADS, tensors), jnp.float32)
     safetensors.save(model, tmp_path / "out")
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert saved.keys() == tensors.keys()
@@ -243,7 +190,7 @@ def refused(monkeypatch):
 def test_untied_model_without_head_is_refused(tmp_path, refused):
     tensors = random_tensors(TINY)
     del tensors["lm_head.weight"]
-    refused(write(tmp_path, TINY, tensors), "missing: lm_head.weight")
+    refused(write_folder(tmp_path, TINY, tensors), "missing: lm_head.weight")
 
 
 def test_everything_wrong_is_named_at_once(tmp_path, refused):
@@ -254,17 +201,17 @@ def test_everything_wrong_is_named_at_once(tmp_path, refused):
     tensors[up] = tensors[up].T
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(np.int8)
     refused(
-        write(tmp_path, TINY, tensors),
+        write_folder(tmp_path, TINY, tensors),
         "missing: model.norm.weight",
         "unexpected: model.extra",
-        f"of wrong shape: {up} is (48, 64), not (64, 48)",
+        f"of wrong shape: {up} is (64, 32), not (32, 64)",
         "of a dtype other than F32, F16, BF16: model.embed_tokens.weight (I8)",
     )
 
 
 def test_long_lists_of_tensors_are_cut(tmp_path, refused):
     three = dataclasses.replace(TINY, num_layers=3)
-    refused(write(tmp_path, three, random_tensors(TINY)), "and 4 more")
+    refused(write_folder(tmp_path, three, random_tensors(TINY)), "and 4 more")
 
 
 def test_an_absent_shard_is_named(tmp_path, refused):
@@ -282,7 +229,7 @@ def test_a_broken_index_is_refused(tmp_path, refused, index):
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
 def test_a_cut_off_file_is_refused(tmp_path, refused, keep):
-    file = write(tmp_path, TINY, random_tensors(TINY)) / "model.safetensors"
+    file = write_folder(tmp_path, TINY, random_tensors(TINY)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     refused(tmp_path, "cut off")
 
@@ -296,7 +243,7 @@ def test_a_cut_off_file_is_refused(tmp_path, refused, keep):
     ],
 )
 def test_a_config_that_does_not_serve_is_refused(tmp_path, refused, config, words):
-    write(tmp_path, TINY, random_tensors(TINY))
+    write_folder(tmp_path, TINY, random_tensors(TINY))
     (tmp_path / "config.json").unlink()
     if config is not None:
         (tmp_path / "config.json").write_text(config)
@@ -318,7 +265,7 @@ def test_an_absent_path_is_said_to_be_absent(tmp_path, refused):
 
 def test_loaded_weights_are_no_view_of_the_file(tmp_path):
     tensors = random_tensors(TIED)
-    file = write(tmp_path, TIED, tensors) / "model.safetensors"
+    file = write_folder(tmp_path, TIED, tensors) / "model.safetensors"
     model = load_model(tmp_path, jnp.float32)
     before = jax.tree.map(np.array, leaves(model))
     with file.open("r+b") as opened:  # in place, so that a mapping of the file would see it

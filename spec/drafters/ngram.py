@@ -124,7 +124,7 @@ def _match_length(state: History, window: int) -> jax.Array:
         wanted_B1 = jnp.take_along_axis(token_BS, jnp.maximum(at_B, 0)[:, None], axis=1)
         earlier_BS = padded[:, window - back : window - back + S]
         alive_BS &= (earlier_BS == wanted_B1) & (index_S >= back) & (at_B >= 0)[:, None]
-        run_BS += alive_BS
+        run_BS += alive_BS.astype(jnp.int32)
     return run_BS
 
 

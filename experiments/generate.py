@@ -1,0 +1,191 @@
+"""The main job: answer prompts twice, by plain decoding and by token tree, and compare.
+
+    python -m experiments.generate [--prompt "..."] [--drafter ngram] [--out out/generate]
+
+Cost with the defaults (SmolLM2-135M, one prompt of each kind, 128 tokens): about a minute and a
+half on 2 CPU cores, most of it plain decoding and compilation. Writes generate.csv, trees.png and
+texts.jsonl to --out, and prints a table. Exits with status 1 if any text differs.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+
+import jax
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from experiments import report, setup
+from experiments.plots import plot_run
+from experiments.prompts import load as prompt_set
+from spec.drafters import Drafter, RootDrafter
+from spec.generate import Completion, Request, begin, finish, trace, warm_up
+from spec.metrics import total
+
+COLUMNS = (
+    "prompt",
+    "tokens",
+    "steps",
+    "tokens_per_step",
+    "plain_ms_per_token",
+    "spec_ms_per_token",
+    "ratio",
+    "finish",
+    "identical",
+)
+
+
+def define_flags() -> None:
+    """Declares this script's flags."""
+    flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
+    flags.DEFINE_string("drafter", "ngram", "ngram, none, self, or a model as for --target.")
+    flags.DEFINE_string("tree", "1,1,3,1,1,1,1,1", "Expansion of a model drafter.")
+    flags.DEFINE_string("ngram_sizes", "1,4,16", "Tree sizes of the n-gram drafter, ascending.")
+    flags.DEFINE_string("prompt", None, "One prompt to answer, instead of a set.")
+    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_enum("split", None, ["dev", "eval"], "Answer all prompts of a split.")
+    flags.DEFINE_integer("max_new_tokens", 128, "Budget of each prompt.", lower_bound=1)
+    flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of the random keys (greedy decoding uses none).")
+    flags.DEFINE_string("out", "out/generate", "Folder for the table, the texts and the picture.")
+    flags.DEFINE_bool("smoke", False, "One short prompt, 16 tokens.")
+
+
+def choose_prompts(args: flags.FlagValues) -> list[prompt_set.Prompt]:
+    """Returns what to answer: --prompt, else a whole --split, else one of each kind."""
+    if args.prompt is not None:
+        return [prompt_set.Prompt("prompt", "prompt", "eval", args.prompt)]
+    path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
+    prompts = prompt_set.load(path, args.split)
+    if args.smoke:
+        return prompts[:1]
+    return prompts if args.split else prompt_set.one_of_each(prompts)
+
+
+def timed(
+    target: setup.Loaded, drafter: Drafter, ids: list[list[int]], request: Request
+) -> tuple[list[Completion], float]:
+    """Decodes a batch; returns it with the seconds from after the prefill to the last token."""
+    state, settings = jax.block_until_ready(begin(target.model, drafter, ids, request))
+    clock = time.perf_counter()
+    done = finish(target.model, drafter, state, settings, len(ids), request)
+    return done, time.perf_counter() - clock
+
+
+def run(
+    target: setup.Loaded,
+    drafter: Drafter,
+    prompts: list[prompt_set.Prompt],
+    ids: list[list[int]],
+    request: Request,
+    batch: int,
+) -> tuple[list[dict], list[Completion]]:
+    """Answers all prompts both ways; returns a row each and the speculative completions."""
+    rows, answers = [], []
+    groups = [slice(i, i + batch) for i in range(0, len(ids), batch)]
+    with tqdm(total=2 * len(groups) + 2, desc="compile", unit="batch") as bar:
+        for each in (RootDrafter(), drafter):
+            warm_up(target.model, each, ids[groups[0]], request)
+            bar.update()
+        for group in groups:
+            bar.set_description(prompts[group][0].id)
+            plain, plain_s = timed(target, RootDrafter(), ids[group], request)
+            bar.update()
+            grown, grown_s = timed(target, drafter, ids[group], request)
+            bar.update()
+            plain_ms = 1e3 * plain_s / sum(len(c.token_ids) for c in plain)
+            grown_ms = 1e3 * grown_s / sum(len(c.token_ids) for c in grown)
+            for prompt, a, b in zip(prompts[group], plain, grown, strict=True):
+                same = (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+                rows.append(row(prompt, b, plain_ms, grown_ms, same))
+            answers += grown
+    return rows, answers
+
+
+def row(
+    prompt: prompt_set.Prompt, done: Completion, plain_ms: float, grown_ms: float, same: bool
+) -> dict:
+    """Lays one prompt's figures out."""
+    metrics = done.metrics
+    return {
+        "prompt": prompt.id,
+        "kind": prompt.kind,
+        "tokens": metrics.tokens,
+        "steps": metrics.steps,
+        "tokens_per_step": metrics.tokens_per_step,
+        "plain_ms_per_token": plain_ms,
+        "spec_ms_per_token": grown_ms,
+        "ratio": plain_ms / grown_ms,
+        "proposed_nodes": metrics.proposed_nodes,
+        "accepted": metrics.accepted,
+        "finish": done.finish_reason,
+        "identical": "yes" if same else "NO",
+    }
+
+
+def summary(rows: list[dict], answers: list[Completion]) -> dict:
+    """Returns the line of totals: sums of tokens, steps and milliseconds."""
+    tokens = [r["tokens"] for r in rows]
+
+    def per_token(column: str) -> float:
+        return sum(r[column] * n for r, n in zip(rows, tokens, strict=True)) / sum(tokens)
+
+    everything = prompt_set.Prompt("total", "total", "", "")
+    whole = dataclasses.replace(answers[0], metrics=total(a.metrics for a in answers))
+    same = all(r["identical"] == "yes" for r in rows)
+    line = row(
+        everything, whole, per_token("plain_ms_per_token"), per_token("spec_ms_per_token"), same
+    )
+    return {**line, "finish": ""}
+
+
+def main(argv: list[str]) -> None:
+    """Runs the job."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
+    args = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators are absent
+    try:
+        prompts = choose_prompts(args)
+        dtype = setup.default_dtype()
+        print(f"Loading {args.target} ({dtype}) ...", flush=True)
+        target = setup.load(args.target, dtype)
+        drafter = setup.make_drafter(args.drafter, args.tree, args.ngram_sizes, target, dtype)
+        ids = setup.encode(target.tokenizer, prompts)
+        budget = 16 if args.smoke else args.max_new_tokens
+        request = Request(
+            max_new_tokens=budget,
+            eos_ids=target.tokenizer.eos_ids,
+            vocab_size=target.tokenizer.vocab_size,
+            seed=args.seed,
+            reserve=max(map(len, ids)) + budget,
+        )
+        rows, answers = run(target, drafter, prompts, ids, request, args.batch)
+    except ValueError as error:
+        sys.exit(f"Error: {error}")
+    rows.append(summary(rows, answers))
+
+    out = pathlib.Path(args.out)
+    report.write_csv(out / "generate.csv", rows)
+    texts = [target.tokenizer.decode(answer.token_ids) for answer in answers]
+    with (out / "texts.jsonl").open("w", encoding="utf-8") as file:
+        for prompt, text in zip(prompts, texts, strict=True):
+            file.write(json.dumps({"id": prompt.id, "text": text}, ensure_ascii=False) + "\n")
+    # The picture shows the prompt whose drafts did best; its first steps are decoded once more.
+    best = max(range(len(answers)), key=lambda i: answers[i].metrics.tokens_per_step)
+    steps = list(trace(target.model, drafter, [ids[best]], request))
+    plot_run(out / "trees.png", prompts[best].id, steps, answers, target.tokenizer)
+
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"\n[{prompt.id}] {text[:160]}{' ...' if len(text) > 160 else ''}")
+    print(f"\n{report.table(rows, COLUMNS)}\n")
+    print(f"identical: {rows[-1]['identical']}    wrote {out}/generate.csv, texts.jsonl, trees.png")
+    if rows[-1]["identical"] != "yes":
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

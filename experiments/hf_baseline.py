@@ -1,0 +1,110 @@
+"""The baseline `transformers`: the same GGUF weights in float32, greedy, on the CPU.
+
+torch and transformers are imported when a function is called: only the extra `parity` has them.
+"""
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One measured continuation.
+
+    Attributes:
+        token_ids: emitted tokens, an ending end-of-sequence token included.
+        prefill_ms: time to the first token, which follows from the pass over the prompt.
+        ms_per_token: of the other tokens, one pass each.
+    """
+
+    token_ids: tuple[int, ...]
+    prefill_ms: float
+    ms_per_token: float
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Loads a GGUF file as transformers does; the weights are dequantised to float32.
+
+    Args:
+        path: a `.gguf` file.
+
+    Returns:
+        A `transformers` causal language model on the CPU, in evaluation mode.
+
+    Raises:
+        RuntimeError: if torch, transformers or accelerate is not installed.
+    """
+    torch, transformers = import_peers()
+    path = pathlib.Path(path)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+
+def time_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, threads: int = 2) -> Timing:
+    """Times `generate` after one warm-up.
+
+    The prefill is told apart by a second call for one token.
+
+    Args:
+        model: from `load`. Its generation config says which tokens end the text.
+        prompt: token ids. Take them from our tokenizer: the one that transformers makes of a GGUF
+            file splits some texts differently.
+        max_new_tokens: most new tokens, at least 2.
+        threads: of torch. The process gets its old number back afterwards.
+
+    Raises:
+        RuntimeError: if torch, transformers or accelerate is not installed.
+        ValueError: if there is no second token to time.
+    """
+    torch, _ = import_peers()
+    if not len(prompt) or max_new_tokens < 2:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens and max_new_tokens = {max_new_tokens}: give at least 1 "
+            "and 2, since the first new token belongs to the prefill."
+        )
+    prompt_1T = torch.tensor([list(prompt)])
+
+    def run(count: int) -> tuple[tuple[int, ...], float]:
+        clock = time.perf_counter()
+        out_1T = model.generate(
+            prompt_1T,
+            attention_mask=torch.ones_like(prompt_1T),
+            do_sample=False,
+            max_new_tokens=count,
+        )
+        seconds = time.perf_counter() - clock
+        return tuple(out_1T[0, len(prompt) :].tolist()), 1e3 * seconds
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run(2)
+        _, prefill_ms = run(1)
+        token_ids, total_ms = run(max_new_tokens)
+    finally:
+        torch.set_num_threads(before)
+    if len(token_ids) < 2:
+        raise ValueError(f"The text ended after {len(token_ids)} token: time another prompt.")
+    return Timing(token_ids, prefill_ms, (total_ms - prefill_ms) / (len(token_ids) - 1))
+
+
+def import_peers() -> tuple[Any, Any]:
+    """Imports and returns torch and transformers.
+
+    Raises:
+        RuntimeError: if one of them, or accelerate, is not installed.
+    """
+    try:
+        import accelerate  # noqa: F401  (transformers needs it to read GGUF, and says so too late)
+        import torch
+        import transformers
+    except ImportError as error:
+        raise RuntimeError(
+            f"The comparison with transformers needs {error.name}: run `pip install -e '.[parity]'`."
+        ) from error
+    return torch, transformers

@@ -1,0 +1,139 @@
+"""Pictures of decoding: the first token trees, and how many drafts each step accepted."""
+
+import pathlib
+from collections.abc import Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only, no display
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from models.tokenizer import Tokenizer
+from spec.decode import Trace
+from spec.generate import Completion
+from spec.metrics import total
+from spec.tree import TokenTree
+
+ACCEPTED, REJECTED, ROOT = "#2a9d5c", "#c9ced6", "#33475b"
+SHOWN = 4
+
+
+def plot_run(
+    path: pathlib.Path,
+    title: str,
+    steps: Sequence[Trace],
+    answers: Sequence[Completion],
+    tokenizer: Tokenizer,
+) -> None:
+    """Draws the first steps that proposed drafts, and the accept-length histogram.
+
+    Args:
+        path: PNG to write.
+        title: which prompt the trees belong to.
+        steps: traces of one prompt (batch row 0), in order.
+        answers: all completions, for the histogram.
+        tokenizer: to put text on the nodes.
+    """
+    grown = [(i, step) for i, step in enumerate(steps) if bool(step.tree.valid_BN[0, 1:].any())]
+    grown = grown[:SHOWN]
+    figure = plt.figure(figsize=(12, 2.4 * len(grown) + 3.2), layout="constrained")
+    grid = figure.add_gridspec(len(grown) + 1, 1, height_ratios=[2.4] * len(grown) + [3.2])
+    for line, (index, step) in enumerate(grown):
+        axes = figure.add_subplot(grid[line])
+        _draw_tree(axes, step, tokenizer)
+        axes.set_title(f"{title}, target step {index + 1}", loc="left", fontsize=10)
+    _histogram(figure.add_subplot(grid[-1]), answers)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_tree(axes: Axes, step: Trace, tokenizer: Tokenizer) -> None:
+    tree: TokenTree = step.tree
+    parent, depth, token, valid = (
+        np.asarray(array)[0]
+        for array in (tree.parent_BN, tree.depth_BN, tree.token_BN, tree.valid_BN)
+    )
+    nodes = np.flatnonzero(valid)
+    count = int(step.accepted.count_B[0])
+    path = set(np.asarray(step.accepted.node_BP)[0, :count].tolist())
+    height = _heights(parent, nodes)
+    for node in map(int, nodes[1:]):
+        up = int(parent[node])
+        on = node in path
+        axes.plot(
+            [depth[up], depth[node]],
+            [height[up], height[node]],
+            color=ACCEPTED if on else REJECTED,
+            linewidth=2.2 if on else 1.2,
+            zorder=1,
+        )
+    for node in map(int, nodes):
+        colour = ROOT if node == 0 else ACCEPTED if node in path else REJECTED
+        _label(axes, depth[node], height[node], tokenizer, token[node], colour)
+    last = max(path, key=lambda node: depth[node])
+    bonus = int(step.accepted.bonus_B[0])
+    # Outlined: the token that the target adds; it sits beside the path's end.
+    _label(axes, depth[last] + 0.5, height[last] + 0.42, tokenizer, bonus, "white", ACCEPTED)
+    axes.set_xlim(-0.4, max(8.6, depth[nodes].max() + 0.9))
+    axes.set_ylim(min(height.values()) - 0.6, max(height.values()) + 0.9)
+    axes.axis("off")
+
+
+def _heights(parent: np.ndarray, nodes: np.ndarray) -> dict[int, float]:
+    """Leaves on lines of their own, in depth-first order; inner nodes level with a first child."""
+    children: dict[int, list[int]] = {int(node): [] for node in nodes}
+    for node in nodes[1:]:
+        children[int(parent[node])].append(int(node))
+    height: dict[int, float] = {}
+    lines = 0
+
+    def visit(node: int) -> float:
+        nonlocal lines
+        if not children[node]:
+            height[node] = -float(lines)
+            lines += 1
+        else:
+            height[node] = max([visit(child) for child in children[node]])
+        return height[node]
+
+    visit(0)
+    return height
+
+
+def _label(
+    axes: Axes, x: float, y: float, tokenizer: Tokenizer, token: int, fill: str, edge: str = "none"
+) -> None:
+    text = tokenizer.token_bytes(int(token)).decode("utf-8", errors="replace")
+    text = text or tokenizer.backend.id_to_token(int(token)) or str(token)  # special tokens
+    shown = text.replace(" ", "␣").replace("\n", "⏎").replace("$", r"\$")
+    dark = fill in (ACCEPTED, ROOT)
+    axes.text(
+        x,
+        y,
+        shown if len(shown) <= 14 else shown[:13] + "…",
+        ha="center",
+        va="center",
+        fontsize=8,
+        color="white" if dark else "black",
+        bbox={"boxstyle": "round,pad=0.3", "facecolor": fill, "edgecolor": edge},
+        zorder=2,
+    )
+
+
+def _histogram(axes: Axes, answers: Sequence[Completion]) -> None:
+    whole = total(answer.metrics for answer in answers)
+    counts = whole.accept_histogram
+    bars = axes.bar(range(len(counts)), counts, color=ACCEPTED, width=0.7)
+    axes.bar_label(bars, fontsize=8)
+    axes.set_xlabel("accepted drafts in a target step")
+    axes.set_ylabel("target steps")
+    axes.set_xticks(range(len(counts)))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"All prompts: {whole.tokens} tokens in {whole.steps} target steps, "
+        f"{whole.tokens_per_step:.2f} tokens per step",
+        loc="left",
+        fontsize=10,
+    )

@@ -1,0 +1,84 @@
+"""From flag values to a target, its tokenizer and a drafter; shared by all decoding scripts."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from experiments.prompts.load import Prompt
+from models.checkpoint import load_model
+from models.checkpoint.gguf import packaged_smollm2
+from models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from models.transformer import Transformer
+from spec.drafters import Drafter, ModelDrafter, NGramDrafter, RootDrafter
+from spec.tree_shapes import parse_expansion
+
+DEFAULT_TARGET = "smollm2-135m-instruct"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model and its tokenizer."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+
+
+def default_dtype() -> jnp.dtype:
+    """Returns float32 on a CPU (bfloat16 products are 7-8 times slower there), else bfloat16."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
+    """Loads a GGUF file, a checkpoint folder, or the packaged model by its name.
+
+    Raises:
+        ValueError: if it is none of these, or cannot be read.
+    """
+    path = packaged_smollm2() if name == DEFAULT_TARGET else pathlib.Path(name)
+    if not path.exists():
+        raise ValueError(
+            f"Model {name!r} is neither a path nor {DEFAULT_TARGET!r}: give a .gguf file or a "
+            "folder with config.json, safetensors and tokenizer.json."
+        )
+    # The tokenizer first: it is quick to refuse.
+    tokenizer = load_tokenizer(path)
+    return Loaded(load_model(path, dtype), tokenizer)
+
+
+def make_drafter(
+    name: str, tree: str, sizes: str, target: Loaded, dtype: jax.typing.DTypeLike
+) -> Drafter:
+    """Returns the drafter that the flags describe.
+
+    Args:
+        name: "ngram", "none", "self" (the target drafts for itself), or a model as in `load`.
+        tree: static expansion of a model drafter, such as "1,1,3,1".
+        sizes: tree sizes of the n-gram drafter, ascending, such as "1,4,16".
+        target: what it drafts for.
+        dtype: of a drafter that has to be loaded.
+
+    Raises:
+        ValueError: for an unreadable drafter or tree, or another vocabulary.
+    """
+    if name == "none":
+        return RootDrafter()
+    if name == "ngram":
+        try:
+            return NGramDrafter(sizes=tuple(int(size) for size in sizes.split(",")))
+        except ValueError as error:
+            raise ValueError(f"ngram_sizes {sizes!r}: {error}") from None
+    shape = parse_expansion(tree)
+    if name == "self":
+        return ModelDrafter(target.model, shape, target.tokenizer.vocab_size)
+    drafter = load(name, dtype)
+    check_same_vocabulary(target.tokenizer, drafter.tokenizer)
+    return ModelDrafter(drafter.model, shape, target.tokenizer.vocab_size)
+
+
+def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
+    """Turns prompts into ids: as a user message if the model has a chat template, else as text."""
+    if tokenizer.chat_template is None:
+        return [tokenizer.encode(prompt.text) for prompt in prompts]
+    return [tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in prompts]
