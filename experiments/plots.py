@@ -38,8 +38,9 @@ def plot_run(
     """
     grown = [(i, step) for i, step in enumerate(steps) if bool(step.tree.valid_BN[0, 1:].any())]
     grown = grown[:SHOWN]
-    figure = plt.figure(figsize=(12, 2.4 * len(grown) + 3.2), layout="constrained")
-    grid = figure.add_gridspec(len(grown) + 1, 1, height_ratios=[2.4] * len(grown) + [3.2])
+    heights = [0.7 + 0.33 * _leaves(step) for _, step in grown]
+    figure = plt.figure(figsize=(12, sum(heights) + 3.2), layout="constrained")
+    grid = figure.add_gridspec(len(grown) + 1, 1, height_ratios=[*heights, 3.2])
     for line, (index, step) in enumerate(grown):
         axes = figure.add_subplot(grid[line])
         _draw_tree(axes, step, tokenizer)
@@ -49,43 +50,53 @@ def plot_run(
     plt.close(figure)
 
 
+def _leaves(step: Trace) -> int:
+    """Lines that the drawing takes: one a leaf, and one for the token after the path."""
+    valid = np.flatnonzero(np.asarray(step.tree.valid_BN)[0])
+    return 1 + len(set(valid.tolist()) - set(np.asarray(step.tree.parent_BN)[0, valid].tolist()))
+
+
 def _draw_tree(axes: Axes, step: Trace, tokenizer: Tokenizer) -> None:
     tree: TokenTree = step.tree
     parent, depth, token, valid = (
-        np.asarray(array)[0]
+        np.asarray(array)[0].tolist()
         for array in (tree.parent_BN, tree.depth_BN, tree.token_BN, tree.valid_BN)
     )
-    nodes = np.flatnonzero(valid)
-    count = int(step.accepted.count_B[0])
-    path = set(np.asarray(step.accepted.node_BP)[0, :count].tolist())
+    path = np.asarray(step.accepted.node_BP)[0, : int(step.accepted.count_B[0])].tolist()
+    nodes = [node for node in range(len(valid)) if valid[node]]
+    # The token that the target adds itself hangs at the path's end, outlined.
+    bonus = len(parent)
+    parent.append(path[-1])
+    depth.append(depth[path[-1]] + 1)
+    token.append(int(step.accepted.bonus_B[0]))
+    nodes.append(bonus)
     height = _heights(parent, nodes)
-    for node in map(int, nodes[1:]):
-        up = int(parent[node])
-        on = node in path
+    for node in nodes[1:]:
+        up, on = parent[node], node in path or node == bonus
         axes.plot(
             [depth[up], depth[node]],
             [height[up], height[node]],
             color=ACCEPTED if on else REJECTED,
             linewidth=2.2 if on else 1.2,
+            linestyle="--" if node == bonus else "-",
             zorder=1,
         )
-    for node in map(int, nodes):
-        colour = ROOT if node == 0 else ACCEPTED if node in path else REJECTED
-        _label(axes, depth[node], height[node], tokenizer, token[node], colour)
-    last = max(path, key=lambda node: depth[node])
-    bonus = int(step.accepted.bonus_B[0])
-    # Outlined: the token that the target adds; it sits beside the path's end.
-    _label(axes, depth[last] + 0.5, height[last] + 0.42, tokenizer, bonus, "white", ACCEPTED)
-    axes.set_xlim(-0.4, max(8.6, depth[nodes].max() + 0.9))
-    axes.set_ylim(min(height.values()) - 0.6, max(height.values()) + 0.9)
+    for node in nodes:
+        fill = ROOT if node == 0 else ACCEPTED if node in path else REJECTED
+        if node == bonus:
+            _label(axes, depth[node], height[node], tokenizer, token[node], "white", ACCEPTED)
+        else:
+            _label(axes, depth[node], height[node], tokenizer, token[node], fill)
+    axes.set_xlim(-0.4, max(8.6, max(depth[node] for node in nodes) + 0.5))
+    axes.set_ylim(min(height.values()) - 0.6, 0.6)
     axes.axis("off")
 
 
-def _heights(parent: np.ndarray, nodes: np.ndarray) -> dict[int, float]:
+def _heights(parent: list[int], nodes: list[int]) -> dict[int, float]:
     """Leaves on lines of their own, in depth-first order; inner nodes level with a first child."""
-    children: dict[int, list[int]] = {int(node): [] for node in nodes}
+    children: dict[int, list[int]] = {node: [] for node in nodes}
     for node in nodes[1:]:
-        children[int(parent[node])].append(int(node))
+        children[parent[node]].append(node)
     height: dict[int, float] = {}
     lines = 0
 

@@ -273,8 +273,8 @@ def test_absent_smollm2_says_how_to_get_it(monkeypatch):
         gguf.packaged_smollm2()
 
 
-def test_smollm2_loads_and_knows_the_capital_of_france(smollm2_path):
-    model = load_model(smollm2_path, jnp.float32)
+def test_smollm2_loads_and_knows_the_capital_of_france(smollm2):
+    model, _ = smollm2
     assert model.config == preset("smollm2-135m")  # from the model's own config.json
     assert model.head_DV is None
     assert sum(leaf.size for leaf in leaves(model).values()) == 134_515_008

@@ -84,14 +84,14 @@ def test_gguf_without_tokenizer_is_refused(tmp_path):
         load_tokenizer(path)
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path):
-    return load_tokenizer(smollm2_path)
+@pytest.fixture
+def tokenizer(smollm2):
+    return smollm2[1]
 
 
-def test_smollm2_figures(smollm2):
-    assert smollm2.vocab_size == 49152
-    assert (smollm2.bos_id, smollm2.eos_ids, smollm2.add_bos) == (1, (2,), False)
+def test_smollm2_figures(tokenizer):
+    assert tokenizer.vocab_size == 49152
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (1, (2,), False)
 
 
 # Ids that another implementation of this tokenizer checks itself against.
@@ -106,8 +106,8 @@ def test_smollm2_figures(smollm2):
         ("\n", [198]),
     ],
 )
-def test_smollm2_ids(smollm2, text, ids):
-    assert smollm2.encode(text) == ids
+def test_smollm2_ids(tokenizer, text, ids):
+    assert tokenizer.encode(text) == ids
 
 
 @pytest.mark.parametrize(
@@ -122,29 +122,29 @@ def test_smollm2_ids(smollm2, text, ids):
         "",
     ],
 )
-def test_smollm2_round_trips(smollm2, text):
-    ids = smollm2.encode(text)
-    assert smollm2.backend.decode(ids, skip_special_tokens=False) == text
+def test_smollm2_round_trips(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
     plain = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
-    assert smollm2.decode(ids) == plain
-    assert b"".join(map(smollm2.token_bytes, ids)) == plain.encode()
+    assert tokenizer.decode(ids) == plain
+    assert b"".join(map(tokenizer.token_bytes, ids)) == plain.encode()
 
 
-def test_smollm2_drops_bytes_that_its_vocabulary_lacks(smollm2):
-    assert smollm2.encode("a\x04b") == smollm2.encode("a") + smollm2.encode("b")
+def test_smollm2_drops_bytes_that_its_vocabulary_lacks(tokenizer):
+    assert tokenizer.encode("a\x04b") == tokenizer.encode("a") + tokenizer.encode("b")
 
 
-def test_smollm2_chat(smollm2):
+def test_smollm2_chat(tokenizer):
     messages = [{"role": "user", "content": "Hi!"}]
-    text = smollm2.apply_chat_template(messages)
+    text = tokenizer.apply_chat_template(messages)
     assert text == (
         "<|im_start|>system\n"
         "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi!<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert smollm2.encode_chat(messages) == smollm2.encode(text)
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(text)
     own = [{"role": "system", "content": "Be brief."}, *messages]
-    assert smollm2.apply_chat_template(own, add_generation_prompt=False) == (
+    assert tokenizer.apply_chat_template(own, add_generation_prompt=False) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
     )

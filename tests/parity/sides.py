@@ -63,13 +63,11 @@ def theirs_in_one_pass(model, tokens: list[int]) -> np.ndarray:
 
 
 def theirs_step_by_step(model, tokens: list[int], steps: int) -> np.ndarray:
-    torch, _ = import_peers()
-    rows, past = [], None
+    torch, transformers = import_peers()
+    cache = transformers.DynamicCache()  # filled in place
+    rows = []
     with torch.no_grad():
         for part in (tokens[:-steps], *([token] for token in tokens[-steps:])):
-            if not part:
-                continue
-            out = model(input_ids=torch.tensor([part]), past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            rows.append(out.logits[0, -1].numpy())
-    return np.stack(rows[-steps:])
+            # The fourth argument is called past_key_values in older versions, cache in newer ones.
+            rows.append(model(torch.tensor([part]), None, None, cache).logits[0, -1].numpy())
+    return np.stack(rows[1:])
