@@ -42,7 +42,8 @@ def define_flags() -> None:
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
     flags.DEFINE_string("drafter", "ngram", "ngram, none, self, or a model as for --target.")
     flags.DEFINE_string("tree", "1,1,3,1,1,1,1,1", "Expansion of a model drafter.")
-    flags.DEFINE_string("ngram_sizes", "1,4,16", "Tree sizes of the n-gram drafter, ascending.")
+    flags.DEFINE_string("ngram_sizes", "1,8", "Tree sizes of the n-gram drafter, ascending.")
+    flags.DEFINE_integer("ngram_min_match", 2, "Shortest suffix match that drafts.", lower_bound=1)
     flags.DEFINE_string("prompt", None, "One prompt to answer, instead of a set.")
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_enum("split", None, ["dev", "eval"], "Answer all prompts of a split.")
@@ -152,7 +153,9 @@ def main(argv: list[str]) -> None:
         dtype = setup.default_dtype()
         print(f"Loading {args.target} ({dtype}) ...", flush=True)
         target = setup.load(args.target, dtype)
-        drafter = setup.make_drafter(args.drafter, args.tree, args.ngram_sizes, target, dtype)
+        drafter = setup.make_drafter(
+            args.drafter, args.tree, args.ngram_sizes, args.ngram_min_match, target, dtype
+        )
         ids = setup.encode(target.tokenizer, prompts)
         budget = 16 if args.smoke else args.max_new_tokens
         request = Request(

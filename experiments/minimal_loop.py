@@ -23,7 +23,7 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
 
 
-def _forward(
+def forward(
     model: Transformer, token_T: jax.Array, at: jax.Array, ks: list, vs: list
 ) -> tuple[jax.Array, list, list]:
     """Runs T tokens at positions at.. and writes them to the caches [K, S, A]; returns hidden."""
@@ -62,7 +62,7 @@ def _decode(
     c = model.config
     empty = jnp.zeros((c.num_kv_heads, slots, c.head_dim), model.dtype)
     ks, vs = [empty] * c.num_layers, [empty] * c.num_layers
-    _, ks, vs = _forward(model, prompt_T[:-1], jnp.int32(0), ks, vs)
+    _, ks, vs = forward(model, prompt_T[:-1], jnp.int32(0), ks, vs)
     out = jnp.zeros(max_new_tokens, jnp.int32)
 
     def more(carry: tuple) -> jax.Array:
@@ -71,7 +71,7 @@ def _decode(
 
     def body(carry: tuple) -> tuple:
         n, token, out, ks, vs = carry
-        hidden, ks, vs = _forward(model, token[None], prompt_T.shape[0] - 1 + n, ks, vs)
+        hidden, ks, vs = forward(model, token[None], prompt_T.shape[0] - 1 + n, ks, vs)
         logits = model.head(hidden[None])[0, 0]
         token = jax.lax.top_k(logits, 1)[1][0].astype(jnp.int32)
         return n + 1, token, out.at[n].set(token), ks, vs

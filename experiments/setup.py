@@ -48,14 +48,20 @@ def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
 
 
 def make_drafter(
-    name: str, tree: str, sizes: str, target: Loaded, dtype: jax.typing.DTypeLike
+    name: str,
+    tree: str,
+    sizes: str,
+    min_match: int,
+    target: Loaded,
+    dtype: jax.typing.DTypeLike,
 ) -> Drafter:
     """Returns the drafter that the flags describe.
 
     Args:
         name: "ngram", "none", "self" (the target drafts for itself), or a model as in `load`.
         tree: static expansion of a model drafter, such as "1,1,3,1".
-        sizes: tree sizes of the n-gram drafter, ascending, such as "1,4,16".
+        sizes: tree sizes of the n-gram drafter, ascending, such as "1,8".
+        min_match: shortest suffix match for which it drafts, tokens.
         target: what it drafts for.
         dtype: of a drafter that has to be loaded.
 
@@ -66,7 +72,8 @@ def make_drafter(
         return RootDrafter()
     if name == "ngram":
         try:
-            return NGramDrafter(sizes=tuple(int(size) for size in sizes.split(",")))
+            widths = tuple(int(size) for size in sizes.split(","))
+            return NGramDrafter(min_match=min_match, depth=max(widths[-1] - 1, 1), sizes=widths)
         except ValueError as error:
             raise ValueError(f"ngram_sizes {sizes!r}: {error}") from None
     shape = parse_expansion(tree)

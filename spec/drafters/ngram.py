@@ -38,19 +38,21 @@ class NGramDrafter:
 
     Attributes:
         window: longest suffix compared, tokens.
+        min_match: shortest match that drafts, tokens.
         matches: continuations merged.
         depth: longest draft.
         sizes: ascending tree sizes to compile for, the last being N.
     """
 
     window: int = dataclasses.field(default=4, metadata={"static": True})
+    min_match: int = dataclasses.field(default=1, metadata={"static": True})
     matches: int = dataclasses.field(default=8, metadata={"static": True})
-    depth: int = dataclasses.field(default=8, metadata={"static": True})
-    sizes: tuple[int, ...] = dataclasses.field(default=(1, 4, 16), metadata={"static": True})
+    depth: int = dataclasses.field(default=7, metadata={"static": True})
+    sizes: tuple[int, ...] = dataclasses.field(default=(1, 8), metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Refuses settings that cannot draft."""
-        if min(self.window, self.matches, self.depth, *self.sizes) < 1:
+        if min(self.window, self.min_match, self.matches, self.depth, *self.sizes) < 1:
             raise ValueError(f"{self}: window, matches, depth and sizes must be at least 1.")
         if sorted(set(self.sizes)) != list(self.sizes):
             raise ValueError(f"sizes {self.sizes} must be ascending.")
@@ -76,7 +78,7 @@ class NGramDrafter:
         S = run_BS.shape[1]
         index_S = jnp.arange(S, dtype=jnp.int32)
         # Longest first, then most recent: one sort key.
-        order_BS = jnp.where(run_BS > 0, run_BS * S + index_S[None, :], -1)
+        order_BS = jnp.where(run_BS >= self.min_match, run_BS * S + index_S[None, :], -1)
         best_BW, end_BW = jax.lax.top_k(order_BS, min(self.matches, S))
         chains, weight_BN = _chains(state, view.root_B, best_BW // S, end_BW, self.depth)
 

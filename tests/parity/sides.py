@@ -34,8 +34,8 @@ def _step(model: Transformer, token_B1: jax.Array, cache: KVCache) -> tuple[jax.
 
 
 def _padded(tokens: list[int]) -> np.ndarray:
-    """One row, of a power of two: few compiled programs. A causal model does not see the end."""
-    token_1T = np.zeros((1, round_up(len(tokens), 16)), np.int32)
+    """One row of few possible lengths: few programs. A causal model does not see the padding."""
+    token_1T = np.zeros((1, round_up(len(tokens), 256)), np.int32)
     token_1T[0, : len(tokens)] = tokens
     return token_1T
 
@@ -45,7 +45,7 @@ def ours_in_one_pass(model: Transformer, tokens: list[int]) -> np.ndarray:
 
 
 def ours_step_by_step(model: Transformer, tokens: list[int], steps: int) -> np.ndarray:
-    capacity = round_up(len(tokens), 64)
+    capacity = round_up(len(tokens), 1024)
     # Prefill caches all but the last of its tokens, which becomes the first step.
     prompt = tokens[: len(tokens) - steps + 1]
     cache, _ = _prefill(model, _padded(prompt), np.array([len(prompt)], np.int32), capacity)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parity
 
 STEPS = 24
 PROMPTS = {prompt.kind: prompt.text for prompt in one_of_each(load_prompts())}
-# About 1100 tokens: several chunks of prefill, and positions where RoPE's phases are large.
+# About 800 tokens: several chunks of prefill, and positions where RoPE's phases are large.
 PROMPTS["long"] = "\n\n".join(PROMPTS.values())
 
 

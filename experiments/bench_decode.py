@@ -1,0 +1,274 @@
+"""How fast is decoding? Four comparisons, each side by side in this process.
+
+    make bench-decode        (python -m experiments.bench_decode)
+
+1. plain    plain decoding against the minimal hand-written loop, interleaved pairs;
+2. peer     against transformers' generate: same weights, float32, 2 threads (extra `parity`);
+3. width    a target pass over n = 1..64 nodes, against the minimal loop's pass;
+4. kinds    speculative against plain decoding, every `eval` prompt.
+
+About 15 minutes on 2 quiet cores. Rows go to experiments/results/decode_*.csv; medians with
+spread are printed from them. Expect on 2 cores: plain ratio 1.0, T(8)/T(1) about 1.6.
+"""
+
+import functools
+import math
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from experiments import hf_baseline, minimal_loop, report, setup
+from experiments.generate import timed
+from experiments.prompts import load as prompt_set
+from models.checkpoint.gguf import packaged_smollm2
+from models.kv_cache import KVCache
+from models.transformer import Transformer, causal_mask
+from spec.drafters import Drafter, NGramDrafter, RootDrafter
+from spec.generate import Request, generate, round_up, warm_up
+from spec.verify import best_token
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+SLOTS, CACHED = 512, 100
+
+
+def define_flags() -> None:
+    """Declares this script's flags."""
+    flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
+    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_multi_enum("only", [], ["plain", "peer", "width", "kinds"], "Some of the four.")
+    flags.DEFINE_integer("pairs", 21, "Interleaved pairs of `plain` and `width`.", lower_bound=5)
+    flags.DEFINE_string("out", str(RESULTS), "Folder for the rows.")
+    flags.DEFINE_bool("smoke", False, "Few tokens, few pairs, no transformers, one prompt.")
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """Returns the median and its 95% interval from order statistics (sign test).
+
+    The interval runs between the k-th smallest and k-th largest value, k the largest rank whose
+    two tails together hold at most 5% of Binomial(n, 1/2).
+    """
+    ordered, n = sorted(values), len(values)
+    tail, k = 0.5**n, 0
+    while k < n // 2 and 2 * (tail + math.comb(n, k + 1) * 0.5**n) <= 0.05:
+        tail += math.comb(n, k + 1) * 0.5**n
+        k += 1
+    return statistics.median(ordered), ordered[k], ordered[-1 - k]
+
+
+def clock(call: Callable[[], object]) -> float:
+    """Returns the seconds that a call takes, its arrays ready."""
+    begin = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begin
+
+
+def bench_plain(target: setup.Loaded, ids: list[int], request: Request, pairs: int) -> list[dict]:
+    """Times both loops over the same tokens, in pairs whose order alternates."""
+    model = target.model
+    slots = round_up(len(ids) + request.max_new_tokens, 64)
+    eos = request.eos_ids[0] if request.eos_ids else -1
+
+    def ours() -> tuple[int, ...]:
+        return generate(model, RootDrafter(), [ids], request)[0].token_ids
+
+    def minimal() -> list[int]:
+        return minimal_loop.decode(model, ids, eos, request.max_new_tokens, slots)
+
+    if list(ours()) != minimal():
+        raise ValueError("The minimal loop and plain decoding give different tokens.")
+    tokens = len(ours())
+    rows = []
+    for pair in tqdm(range(pairs), desc="plain", unit="pair"):
+        order = (ours, minimal) if pair % 2 else (minimal, ours)
+        seconds = {call: clock(call) for call in order}
+        rows.append(
+            {
+                "pair": pair,
+                "tokens": tokens,
+                "ours_ms_per_token": 1e3 * seconds[ours] / tokens,
+                "minimal_ms_per_token": 1e3 * seconds[minimal] / tokens,
+                "ratio": seconds[ours] / seconds[minimal],
+            }
+        )
+    median, low, high = median_interval([row["ratio"] for row in rows])
+    print(f"plain/minimal: median {median:.3f}, 95% interval {low:.3f}..{high:.3f}, {pairs} pairs")
+    return rows
+
+
+def bench_peer(target: setup.Loaded, ids: list[int], request: Request) -> list[dict]:
+    """Times transformers' greedy generate, interleaved with ours; prefill excluded from both."""
+    peer = hf_baseline.load(packaged_smollm2())
+    rows = []
+    for repeat in tqdm(range(5), desc="peer", unit="pair"):
+        theirs = hf_baseline.time_greedy(peer, ids, request.max_new_tokens)
+        (mine,), seconds = timed(target, RootDrafter(), [ids], request)
+        ours = 1e3 * seconds / len(mine.token_ids)
+        rows.append(
+            {
+                "repeat": repeat,
+                "tokens": len(mine.token_ids),
+                "ours_ms_per_token": ours,
+                "transformers_ms_per_token": theirs.ms_per_token,
+                "ratio": ours / theirs.ms_per_token,
+                "same_tokens": mine.token_ids == theirs.token_ids,
+            }
+        )
+    ratios = [row["ratio"] for row in rows]
+    print(
+        f"ours/transformers: median {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f}..{max(ratios):.3f})"
+    )
+    return rows
+
+
+@jax.jit
+def _ours(model: Transformer, token_BN: jax.Array, cache: KVCache) -> jax.Array:
+    n = token_BN.shape[1]
+    position_BN = cache.length_B[:, None] + jnp.arange(n, dtype=jnp.int32)[None, :]
+    return best_token(model(token_BN, position_BN, causal_mask(1, n), cache).logits_BNV)
+
+
+@jax.jit
+def _minimal(model: Transformer, token_N: jax.Array, ks: list, vs: list) -> jax.Array:
+    hidden, _, _ = minimal_loop.forward(model, token_N, jnp.int32(CACHED), ks, vs)
+    return best_token(model.head(hidden[None]))
+
+
+def bench_width(target: setup.Loaded, pairs: int) -> list[dict]:
+    """Times a target pass over n nodes behind 100 cached tokens, 512 slots."""
+    model = target.model
+    cache = KVCache.empty(model.config, 1, SLOTS, model.dtype)
+    cache = KVCache(cache.k_BKSA, cache.v_BKSA, jnp.full(1, CACHED, jnp.int32))
+    ks, vs = [k[0] for k in cache.k_BKSA], [v[0] for v in cache.v_BKSA]
+    rows = []
+    for n in tqdm(WIDTHS, desc="width"):
+        token_N = jnp.arange(n, dtype=jnp.int32) + 1000
+        calls = (
+            functools.partial(_ours, model, token_N[None], cache),
+            functools.partial(_minimal, model, token_N, ks, vs),
+        )
+        for call in calls:
+            clock(call), clock(call)
+        seconds = [[clock(call) for call in calls] for _ in range(pairs)]
+        ours, minimal = (1e3 * np.asarray(side) for side in zip(*seconds, strict=True))
+        rows.append(
+            {
+                "nodes": n,
+                "ours_ms": float(np.median(ours)),
+                "ours_ms_low": float(ours.min()),
+                "ours_ms_high": float(ours.max()),
+                "minimal_ms": float(np.median(minimal)),
+                "repeats": pairs,
+            }
+        )
+    for row in rows:
+        row["ours_over_one"] = row["ours_ms"] / rows[0]["ours_ms"]
+    print(report.table(rows, ("nodes", "ours_ms", "minimal_ms", "ours_over_one")))
+    return rows
+
+
+def bench_kinds(
+    target: setup.Loaded,
+    drafter: Drafter,
+    prompts: list[prompt_set.Prompt],
+    request: Request,
+) -> list[dict]:
+    """Times plain and speculative decoding of every prompt, in alternating order."""
+    ids = setup.encode(target.tokenizer, prompts)
+    for each in (RootDrafter(), drafter):
+        warm_up(target.model, each, ids[:1], request)
+    rows = []
+    for i, prompt in enumerate(tqdm(prompts, desc="kinds")):
+        sides = [RootDrafter(), drafter]
+        runs = {}
+        for each in sides if i % 2 else sides[::-1]:
+            runs[each] = timed(target, each, [ids[i]], request)
+        (plain,), plain_s = runs[sides[0]]
+        (grown,), grown_s = runs[sides[1]]
+        rows.append(
+            {
+                "prompt": prompt.id,
+                "kind": prompt.kind,
+                "tokens": grown.metrics.tokens,
+                "steps": grown.metrics.steps,
+                "tokens_per_step": grown.metrics.tokens_per_step,
+                "plain_ms_per_token": 1e3 * plain_s / grown.metrics.tokens,
+                "spec_ms_per_token": 1e3 * grown_s / grown.metrics.tokens,
+                "speed_ratio": plain_s / grown_s,
+                "identical": plain.token_ids == grown.token_ids,
+            }
+        )
+    print(report.table(by_kind(rows), tuple(by_kind(rows)[0])))
+    return rows
+
+
+def by_kind(rows: list[dict]) -> list[dict]:
+    """Returns one line a kind, and all: medians of the ratio with its range."""
+    lines = []
+    for kind in [*dict.fromkeys(row["kind"] for row in rows), "all"]:
+        mine = [row for row in rows if kind in (row["kind"], "all")]
+        ratios = [row["speed_ratio"] for row in mine]
+        lines.append(
+            {
+                "kind": kind,
+                "prompts": len(mine),
+                "tokens_per_step": sum(r["tokens"] for r in mine) / sum(r["steps"] for r in mine),
+                "ratio_median": statistics.median(ratios),
+                "ratio_low": min(ratios),
+                "ratio_high": max(ratios),
+                "ratio_geomean": math.exp(statistics.fmean(map(math.log, ratios))),
+                "identical": sum(row["identical"] for row in mine),
+            }
+        )
+    return lines
+
+
+def main(argv: list[str]) -> None:
+    """Runs the benchmarks asked for and writes their rows."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
+    args = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)
+    try:
+        path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
+        prompts = prompt_set.load(path, "eval")
+        target = setup.load(args.target, setup.default_dtype())
+    except ValueError as error:
+        sys.exit(f"Error: {error}")
+    tokens, pairs = (8, 5) if args.smoke else (64, args.pairs)
+    tokenizer = target.tokenizer
+    ids = setup.encode(tokenizer, prompts)
+    request = Request(
+        max_new_tokens=tokens, eos_ids=tokenizer.eos_ids, vocab_size=tokenizer.vocab_size
+    )
+    reserve = max(map(len, ids)) + 2 * tokens
+    long = Request(
+        max_new_tokens=2 * tokens,
+        eos_ids=tokenizer.eos_ids,
+        vocab_size=tokenizer.vocab_size,
+        reserve=reserve,
+    )
+    chosen = prompts[:1] if args.smoke else prompts
+    jobs: dict[str, Callable[[], list[dict]]] = {
+        "plain": lambda: bench_plain(target, ids[0], request, pairs),
+        "peer": lambda: bench_peer(target, ids[0], request),
+        "width": lambda: bench_width(target, pairs),
+        "kinds": lambda: bench_kinds(target, NGramDrafter(min_match=2), chosen, long),
+    }
+    names = args.only or [name for name in jobs if not (args.smoke and name == "peer")]
+    for name in names:
+        report.write_csv(pathlib.Path(args.out) / f"decode_{name}.csv", jobs[name]())
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,164 @@
+"""Every option of the config, in random company, gives transformers' logits; also on the way back.
+
+The checkpoints are written by transformers' `save_pretrained`, and rewritten to older spellings of
+`config.json` in place. transformers itself then reads the same files as we do.
+"""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+from experiments.hf_baseline import import_peers
+from sides import (
+    ours_in_one_pass,
+    ours_step_by_step,
+    theirs_in_one_pass,
+    theirs_step_by_step,
+)
+
+from models.checkpoint import load_model, safetensors
+
+pytestmark = pytest.mark.parity
+
+# Far beyond the original context, for which low frequencies alone would barely have turned.
+LENGTH, ORIGINAL, STEPS = 300, 32, 12
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+# What the rotary options are called: transformers >= 5, Llama 3.1 as published, older files.
+SPELLINGS = ("rope_parameters", "rope_type", "type")
+OPTIONS = {
+    "heads": [(6, 2), (7, 1), (4, 4), (9, 3), (5, 5), (8, 2)],  # query, key/value
+    "head_dim": [None, 6, 16],  # None: hidden size / heads = 8
+    "num_hidden_layers": [1, 2, 3],
+    "intermediate_size": [37, 80],
+    "vocab_size": [97, 131, 258],
+    "tie_word_embeddings": [False, True],
+    "attention_bias": [False, True],
+    "rms_norm_eps": [1e-6, 1e-5, 1e-2],
+    "rope_theta": [10000.0, 500000.0],
+    "max_shard_size": ["1GB", "20KB"],
+}
+
+
+def draw(seed, kind, spelling):
+    rng = random.Random(seed)
+    drawn = {name: rng.choice(values) for name, values in OPTIONS.items()}
+    return drawn | {"kind": kind, "spelling": spelling}
+
+
+CASES = [
+    draw(seed, kind, spelling)
+    for seed, (kind, spelling) in enumerate([*itertools.product(SCALINGS, SPELLINGS)] * 2)
+]
+
+
+def config_of(case):
+    """The part of a case that transformers' config takes, in its own spelling."""
+    H, K = case["heads"]
+    rope = {"rope_type": case["kind"], "rope_theta": case["rope_theta"], **SCALINGS[case["kind"]]}
+    others = {
+        name: value
+        for name, value in case.items()
+        if name not in ("heads", "rope_theta", "max_shard_size", "kind", "spelling")
+    }
+    return others | {
+        "hidden_size": 8 * H,
+        "num_attention_heads": H,
+        "num_key_value_heads": K,
+        "max_position_embeddings": 2 * LENGTH,
+        "rope_parameters": rope,
+    }
+
+
+def randomise(model):
+    """Values that leave no option without effect: biases, norms unlike 1, sharp attention."""
+    torch, _ = import_peers()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(0.5 * noise)
+            else:
+                # Small embeddings, so that eps is felt.
+                scale = 0.2 if "embed_tokens" in name else 2 / parameter.shape[1] ** 0.5
+                parameter.copy_(scale * noise)
+
+
+def respell(folder, spelling):
+    """Rewrites config.json as other versions of transformers wrote it."""
+    if spelling == "rope_parameters":
+        return
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {spelling: kind, **rope}
+    H, K = config["num_attention_heads"], config["num_key_value_heads"]
+    if spelling == "type":  # files from before these keys existed
+        if config["head_dim"] * H == config["hidden_size"]:
+            del config["head_dim"]
+        if K == H:
+            del config["num_key_value_heads"]
+    path.write_text(json.dumps(config))
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case['kind']}-{case['spelling']}")
+def checkpoint(request, tmp_path):
+    _, transformers = import_peers()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(request.param)))
+    randomise(model)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=request.param["max_shard_size"])
+    respell(tmp_path / "theirs", request.param["spelling"])
+    return tmp_path / "theirs"
+
+
+def load_theirs(folder):
+    _, transformers = import_peers()
+    return transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def tokens_for(model):
+    return np.random.default_rng(0).integers(0, model.config.vocab_size, LENGTH).tolist()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_value_of_every_option_occurs(name):
+    assert {case[name] for case in CASES} == set(OPTIONS[name])
+
+
+def test_logits_equal_those_of_transformers_and_the_checkpoint_returns(checkpoint, tmp_path):
+    ours, theirs = load_model(checkpoint, np.float32), load_theirs(checkpoint)
+    tokens = tokens_for(ours)
+    expected = theirs_in_one_pass(theirs, tokens)
+    one_pass = np.abs(ours_in_one_pass(ours, tokens) - expected).max()
+    step_by_step = np.abs(
+        ours_step_by_step(ours, tokens, STEPS) - theirs_step_by_step(theirs, tokens, STEPS)
+    ).max()
+    print(
+        f"\n{ours.config}\nmax |logit difference| in one pass {one_pass:.1e}, last {STEPS} step "
+        f"by step {step_by_step:.1e}, |logit| <= {np.abs(expected).max():.0f}"
+    )
+    assert one_pass < 1e-4
+    assert step_by_step < 1e-4
+
+    safetensors.save(ours, tmp_path / "ours")
+    back = load_theirs(tmp_path / "ours")
+    torch, _ = import_peers()
+    before, after = theirs.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    np.testing.assert_array_equal(theirs_in_one_pass(back, tokens), expected)
