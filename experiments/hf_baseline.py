@@ -94,7 +94,7 @@ def time_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, threads:
 
 
 def import_peers() -> tuple[Any, Any]:
-    """Imports and returns torch and transformers.
+    """Imports and returns torch and transformers, the latter without progress bars.
 
     Raises:
         RuntimeError: if one of them, or accelerate, is not installed.
@@ -107,4 +107,5 @@ def import_peers() -> tuple[Any, Any]:
         raise RuntimeError(
             f"The comparison with transformers needs {error.name}: run `pip install -e '.[parity]'`."
         ) from error
+    transformers.utils.logging.disable_progress_bar()
     return torch, transformers

@@ -37,7 +37,7 @@ SCALINGS = {
 # What the rotary options are called: transformers >= 5, Llama 3.1 as published, older files.
 SPELLINGS = ("rope_parameters", "rope_type", "type")
 OPTIONS = {
-    "heads": [(6, 2), (7, 1), (4, 4), (9, 3), (5, 5), (8, 2)],  # query, key/value
+    "heads": [(6, 2), (7, 1), (4, 4), (9, 3), (8, 2)],  # query, key/value
     "head_dim": [None, 6, 16],  # None: hidden size / heads = 8
     "num_hidden_layers": [1, 2, 3],
     "intermediate_size": [37, 80],
@@ -93,7 +93,7 @@ def randomise(model):
                 parameter.copy_(0.5 * noise)
             else:
                 # Small embeddings, so that eps is felt.
-                scale = 0.2 if "embed_tokens" in name else 2 / parameter.shape[1] ** 0.5
+                scale = 0.2 if "embed_tokens" in name else 1.3 / parameter.shape[1] ** 0.5
                 parameter.copy_(scale * noise)
 
 
@@ -140,7 +140,7 @@ def test_every_value_of_every_option_occurs(name):
     assert {case[name] for case in CASES} == set(OPTIONS[name])
 
 
-def test_logits_equal_those_of_transformers_and_the_checkpoint_returns(checkpoint, tmp_path):
+def test_logits_equal_those_of_transformers(checkpoint):
     ours, theirs = load_model(checkpoint, np.float32), load_theirs(checkpoint)
     tokens = tokens_for(ours)
     expected = theirs_in_one_pass(theirs, tokens)
@@ -155,10 +155,16 @@ def test_logits_equal_those_of_transformers_and_the_checkpoint_returns(checkpoin
     assert one_pass < 1e-4
     assert step_by_step < 1e-4
 
+
+def test_transformers_reads_what_we_save(checkpoint, tmp_path):
+    before, ours = load_theirs(checkpoint), load_model(checkpoint, np.float32)
     safetensors.save(ours, tmp_path / "ours")
-    back = load_theirs(tmp_path / "ours")
+    after = load_theirs(tmp_path / "ours")
     torch, _ = import_peers()
-    before, after = theirs.state_dict(), back.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    np.testing.assert_array_equal(theirs_in_one_pass(back, tokens), expected)
+    old, new = before.state_dict(), after.state_dict()
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    tokens = tokens_for(ours)
+    np.testing.assert_array_equal(
+        theirs_in_one_pass(after, tokens), theirs_in_one_pass(before, tokens)
+    )
