@@ -114,7 +114,8 @@ def start(
         token_BE=jnp.zeros((B, out_size), jnp.int32),
         emitted_B=jnp.zeros(B, jnp.int32),
         budget_B=budget_B,
-        finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH),
+        # Not weakly typed: a host that replaces it (stop strings) must not cause a compilation.
+        finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH).astype(jnp.int32),
         drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1),
         key_B=key_B,
         record_BER=jnp.full((B, out_size, 4), -1, jnp.int32),
