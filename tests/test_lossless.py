@@ -129,29 +129,31 @@ def test_the_target_as_its_own_drafter():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("own", [True, False], ids=["itself", "another"])
-def test_model_drafter(name, own):
-    """HO-13: one node, star, chain, comb; a drafter that is always right and one that seldom is."""
-    model, shape = target(tied=True), SHAPES[name]
-    draft = model if own else toys.tiny(5, num_layers=1, d_model=32)
-    accepted = check_drafter(model, ModelDrafter(draft, shape, toys.VOCAB2))
-    assert accepted > 0 or not own
+def test_another_model_as_drafter(name):
+    """HO-13: one node, star, chain, comb; a model of other sizes that is seldom right."""
+    draft = toys.tiny(5, num_layers=1, d_model=32)
+    check_drafter(target(tied=True), ModelDrafter(draft, SHAPES[name], toys.VOCAB2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_tied_target_as_its_own_drafter():
+    """A comb: the deepest path begins at the third child, all others end early."""
+    model = target(tied=True)
+    assert check_drafter(model, ModelDrafter(model, toys.UNBALANCED, toys.VOCAB2)) > 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [(1, 1, 8, 1, (1, 4, 16)), (4, 2, 8, 7, (1, 8))], ids=str)
-def test_ngram_settings(tied, settings):
-    check_drafter(target(tied), NGramDrafter(*settings))
+def test_ngram_settings(settings):
+    check_drafter(target(tied=True), NGramDrafter(*settings))
 
 
 @pytest.mark.slow
 def test_row_order_and_batch_size_do_not_matter():
-    """Each prompt alone, in pairs and all together, forwards and backwards: counts included."""
+    """Forwards, backwards and one prompt alone: counts included."""
     model = target(tied=False)
     drafter = ModelDrafter(toys.tiny(5), expansion((2, 1, 3)), toys.VOCAB2)
     want = generate(model, drafter, PROMPTS, Request(N, reserve=64))
     assert generate(model, drafter, PROMPTS[::-1], Request(N, reserve=64)) == want[::-1]
     for i, prompt in enumerate(PROMPTS):
         assert generate(model, drafter, [prompt], Request(N, reserve=64)) == [want[i]]
-    assert generate(model, drafter, PROMPTS[1:3], Request(N, reserve=64)) == want[1:3]
