@@ -39,7 +39,7 @@ class Naive:
             tree.parent_BN[:, :, None] == tree.parent_BN[:, None, :]
         )
         same_BNN &= child_BN[:, :, None] & child_BN[:, None, :]
-        first_BN = child_BN & (jnp.argmax(same_BNN, axis=2) == index_N)
+        first_BN = child_BN & (jnp.argmax(same_BNN, axis=2).astype(jnp.int32) == index_N)
         p_child_BN = p_BNV[row_B1, tree.parent_BN, tree.token_BN]
         held_BNV = jnp.zeros((B, N, V), p_BNV.dtype)
         held_BNV = held_BNV.at[row_B1, tree.parent_BN, tree.token_BN].max(

@@ -129,7 +129,7 @@ def path_to(tree: TokenTree, mask_BNN: jax.Array, leaf_B: jax.Array, path_size: 
     step_P = jnp.arange(path_size, dtype=jnp.int32)
     at_BPN = above_BN[:, None, :] & (tree.depth_BN[:, None, :] == step_P[None, :, None])
     index_N = jnp.arange(tree.size, dtype=jnp.int32)
-    node_BP = jnp.sum(jnp.where(at_BPN, index_N[None, None, :], 0), axis=2)
+    node_BP = jnp.sum(jnp.where(at_BPN, index_N[None, None, :], 0), axis=2, dtype=jnp.int32)
     return jnp.where(at_BPN.any(axis=2), node_BP, tree.size)
 
 
