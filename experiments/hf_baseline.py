@@ -105,7 +105,7 @@ def import_peers() -> tuple[Any, Any]:
         import transformers
     except ImportError as error:
         raise RuntimeError(
-            f"The comparison with transformers needs {error.name}: run `pip install -e '.[parity]'`."
+            f"The baseline transformers needs {error.name}: run `pip install -e '.[parity]'`."
         ) from error
     transformers.utils.logging.disable_progress_bar()
     return torch, transformers

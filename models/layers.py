@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.config import ModelConfig
@@ -41,7 +42,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BND: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] in the input's dtype."""
-        wide = x_BND.astype(jnp.promote_types(x_BND.dtype, jnp.float32))
+        wide = x_BND.astype(np.promote_types(x_BND.dtype, jnp.float32))
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale_D = jnp.broadcast_to(self.scale_D[...], x_BND.shape)
         return wide.astype(x_BND.dtype) * scale_D
@@ -121,5 +122,5 @@ def head_logits(x_BND: jax.Array, table: jax.Array, tied: bool) -> jax.Array:
         table,
         (((2,), (1 if tied else 0,)), ((), ())),
         precision=full_precision(x_BND.dtype),
-        preferred_element_type=jnp.promote_types(x_BND.dtype, jnp.float32),
+        preferred_element_type=np.promote_types(x_BND.dtype, jnp.float32),
     )

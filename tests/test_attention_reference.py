@@ -14,12 +14,9 @@ from tests import toys
 QUERIES, KV = (1, 3, 7, 13), (1, 17, 129, 384, 400)
 WIDTHS, HEADS = (16, 64, 80, 128), ((6, 2), (7, 1), (12, 4), (28, 4))
 EVERY = list(itertools.product(QUERIES, KV, WIDTHS, HEADS))
-# Every value with every other at least once: diagonals of the product.
+# Ten of the 320, in which every value occurs at least twice.
 SOME = [
-    (QUERIES[i % 4], kv, WIDTHS[(i + j) % 4], HEADS[(i + 2 * j + j // 2) % 4])
-    for i in range(4)
-    for j, kv in enumerate(KV)
-    if (i + j) % 2 == 0
+    (QUERIES[i % 4], KV[i % 5], WIDTHS[i // 2 % 4], HEADS[(i + i // 4) % 4]) for i in range(10)
 ]
 attend = jax.jit(tree_attention)
 
@@ -76,10 +73,9 @@ def check(case, dtype, tolerance):
     assert not np.asarray(out[0, 0], np.float32).any(), "a blind query gives zeros"
 
 
-def test_some_shapes_cover_every_value():
-    assert [set(column) for column in zip(*SOME, strict=True)] == [
-        set(values) for values in (QUERIES, KV, WIDTHS, HEADS)
-    ]
+def test_some_shapes_hold_every_value_twice():
+    for column, values in zip(zip(*SOME, strict=True), (QUERIES, KV, WIDTHS, HEADS), strict=True):
+        assert min(column.count(value) for value in values) >= 2
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

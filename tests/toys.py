@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from models.checkpoint.parameters import Parameter, build
 from models.config import ModelConfig
 from models.transformer import Transformer, causal_mask
 from spec.drafters import RootDrafter, ScriptedDrafter
@@ -34,6 +34,10 @@ MARGIN = 1e-3
 UNBALANCED = TreeShape((0, 0, 0, 0, 1, 1, 3, 4, 6, 6, 9), (0, 0, 1, 2, 0, 1, 1, 0, 0, 1, 0))
 
 
+# Norms start at 1, biases at 0; the final norm sets how far apart logits are.
+_ONES = {"attention_norm": 1, "mlp_norm": 1, "final_norm": 4}
+
+
 def chain11_table(rows: int = VOCAB1, pad_logit: float = 9.0) -> np.ndarray:
     """Logits after each token, [rows, rows]; rows beyond 11 are padding of the vocabulary."""
     table = np.zeros((rows, rows), np.float32)
@@ -44,10 +48,10 @@ def chain11_table(rows: int = VOCAB1, pad_logit: float = 9.0) -> np.ndarray:
     return table
 
 
-def chain11(rows: int = VOCAB1) -> Transformer:
+def chain11(rows: int = VOCAB1, pad_logit: float = 9.0) -> Transformer:
     """T1. Unit vectors times 100 make the norm's eps vanish; the norm makes them sqrt(D) long."""
     D = 16
-    config = ModelConfig(
+    config = tiny_config(
         vocab_size=rows,
         d_model=D,
         d_ff=D,
@@ -56,22 +60,21 @@ def chain11(rows: int = VOCAB1) -> Transformer:
         num_kv_heads=1,
         head_dim=8,
         max_positions=128,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        norm_eps=1e-5,
-        tied_embeddings=False,
-        attention_bias=False,
     )
-    model = Transformer(config, nnx.Rngs(0))
-    model.embed_VD.set_value(100 * jnp.eye(rows, D, dtype=jnp.float32))
-    head = np.zeros((D, rows), np.float32)
-    head[:rows] = chain11_table(rows) / np.sqrt(np.float32(D))
-    assert model.head_DV is not None
-    model.head_DV.set_value(jnp.asarray(head))
-    block = model.blocks[0]
-    block.attention.o_HAD.set_value(jnp.zeros_like(block.attention.o_HAD[...]))
-    block.mlp.down_FD.set_value(jnp.zeros_like(block.mlp.down_FD[...]))
-    return model
+    special = {
+        "embed_VD": 100 * np.eye(rows, D),
+        "head_DV": np.eye(D, rows) @ chain11_table(rows, pad_logit) / np.sqrt(D),
+        "blocks.0.attention.o_HAD": np.zeros((2, 8, D)),
+        "blocks.0.mlp.down_FD": np.zeros((D, D)),
+    }
+    rng = np.random.default_rng(0)
+
+    def read(parameter: Parameter) -> np.ndarray:
+        ones = np.ones(parameter.shape)
+        other = rng.standard_normal(parameter.shape) if parameter.inputs else ones
+        return special.get(parameter.name, other)
+
+    return build(config, read, jnp.float32)
 
 
 def chain11_greedy(token: int, n: int) -> tuple[int, ...]:
@@ -104,14 +107,22 @@ def tiny_config(**changes: object) -> ModelConfig:
 
 
 def tiny(
-    seed: int = 2, dtype: jax.typing.DTypeLike = jnp.float32, **changes: object
+    seed: int = 0, dtype: jax.typing.DTypeLike = jnp.float32, **changes: object
 ) -> Transformer:
-    """T2. Attention and MLP are scaled up so that what came before matters to the next token."""
-    model = Transformer(tiny_config(**changes), nnx.Rngs(seed), dtype)
-    for block in model.blocks:
-        for weight in (block.attention.o_HAD, block.mlp.down_FD):
-            weight.set_value(3 * weight[...])
-    return model
+    """T2. Attention and MLP outputs are large: what came before decides the next token."""
+    rng = np.random.default_rng(seed)
+
+    def read(parameter: Parameter) -> np.ndarray:
+        normal = rng.standard_normal(parameter.shape)
+        if parameter.inputs == 0:
+            return 0.1 * normal + _ONES.get(parameter.name.split(".")[-2], 0)
+        fan_in = parameter.shape[1] if parameter.inputs is None else parameter.shape[0]
+        if parameter.inputs == 2:
+            fan_in *= parameter.shape[1]
+        gain = 3 if parameter.name.endswith(("o_HAD", "down_FD")) else 1
+        return gain * normal / np.sqrt(fan_in)
+
+    return build(tiny_config(**changes), read, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("vocab",))

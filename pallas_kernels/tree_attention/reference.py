@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -44,11 +45,13 @@ def tree_attention(
     B, N, H, A = q_BNHA.shape
     K, S = k_BKSA.shape[1:3]
     precision = lax.Precision.HIGHEST if q_BNHA.dtype.itemsize >= 4 else lax.Precision.DEFAULT
-    wide = jnp.promote_types(q_BNHA.dtype, jnp.float32)
-    q_BNKGA = q_BNHA.reshape(B, N, K, H // K, A)
+    wide = np.promote_types(q_BNHA.dtype, jnp.float32)
+    # Widened first: XLA:CPU cannot multiply bfloat16 into float32 with two batch axes, and the
+    # products are exact either way.
+    q_BNKGA = q_BNHA.reshape(B, N, K, H // K, A).astype(wide)
 
     def score(equation: str, k: jax.Array, visible: jax.Array) -> jax.Array:
-        s = jnp.einsum(equation, q_BNKGA, k, precision=precision, preferred_element_type=wide)
+        s = jnp.einsum(equation, q_BNKGA, k.astype(wide), precision=precision)
         return jnp.where(jnp.broadcast_to(visible, s.shape), s * A**-0.5, -jnp.inf)
 
     cached_BS = jnp.arange(S, dtype=jnp.int32)[None, :] < length_B[:, None]
@@ -66,7 +69,7 @@ def tree_attention(
 
     def mix(equation: str, weight: jax.Array, v: jax.Array) -> jax.Array:
         weight = (weight * scale).astype(v.dtype)
-        return jnp.einsum(equation, weight, v, precision=precision, preferred_element_type=wide)
+        return jnp.einsum(equation, weight.astype(wide), v.astype(wide), precision=precision)
 
     # Unused slots may hold anything, NaN included, and 0 * NaN is NaN.
     seen = cached_BS[:, None, :, None]

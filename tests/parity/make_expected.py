@@ -15,7 +15,7 @@ from models.checkpoint.gguf import packaged_smollm2
 from models.tokenizer import load_tokenizer
 
 FILE = pathlib.Path(__file__).parents[1] / "expected" / "smollm2_logits.json"
-TEXTS = ("The capital of France is", "for i in range(10):\n")
+TEXTS = ("The capital of France is", "def is_prime(n):\n    if n < 2:")
 MESSAGE = "Give three tips for staying healthy."
 # Besides the five largest logits: control tokens, frequent and rare tokens, the last of the table.
 FIXED_IDS = (0, 1, 2, 17, 1000, 20000, 49151)

@@ -9,8 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from experiments.hf_baseline import import_peers
 
+from experiments.hf_baseline import import_peers
 from models.kv_cache import KVCache, commit
 from models.prefill import prefill
 from models.transformer import Transformer, causal_mask

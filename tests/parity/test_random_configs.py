@@ -10,7 +10,6 @@ import random
 
 import numpy as np
 import pytest
-from experiments.hf_baseline import import_peers
 from sides import (
     ours_in_one_pass,
     ours_step_by_step,
@@ -18,6 +17,7 @@ from sides import (
     theirs_step_by_step,
 )
 
+from experiments.hf_baseline import import_peers
 from models.checkpoint import load_model, safetensors
 
 pytestmark = pytest.mark.parity

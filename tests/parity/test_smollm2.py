@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from experiments.hf_baseline import load
-from experiments.prompts.load import load as load_prompts
-from experiments.prompts.load import one_of_each
 from sides import (
     ours_in_one_pass,
     ours_step_by_step,
@@ -12,23 +9,32 @@ from sides import (
     theirs_step_by_step,
 )
 
+from experiments import hf_baseline
+from experiments.prompts import load as prompt_set
+from spec.drafters import RootDrafter
+from spec.generate import Request, generate
+
 pytestmark = pytest.mark.parity
 
 STEPS = 24
-PROMPTS = {prompt.kind: prompt.text for prompt in one_of_each(load_prompts())}
+PROMPTS = {prompt.kind: prompt.text for prompt in prompt_set.one_of_each(prompt_set.load())}
 # About 800 tokens: several chunks of prefill, and positions where RoPE's phases are large.
 PROMPTS["long"] = "\n\n".join(PROMPTS.values())
 
 
 @pytest.fixture(scope="module")
 def theirs(smollm2_path):
-    return load(smollm2_path)
+    return hf_baseline.load(smollm2_path)
+
+
+def encode(tokenizer, kind):
+    return tokenizer.encode_chat([{"role": "user", "content": PROMPTS[kind]}])
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_logits_equal_those_of_transformers(smollm2, theirs, kind):
     ours, tokenizer = smollm2
-    tokens = tokenizer.encode_chat([{"role": "user", "content": PROMPTS[kind]}])
+    tokens = encode(tokenizer, kind)
     expected = theirs_in_one_pass(theirs, tokens)
     one_pass = np.abs(ours_in_one_pass(ours, tokens) - expected).max()
     expected = theirs_step_by_step(theirs, tokens, STEPS)
@@ -39,3 +45,16 @@ def test_logits_equal_those_of_transformers(smollm2, theirs, kind):
     )
     assert one_pass < 1e-3
     assert step_by_step < 1e-3
+
+
+def test_the_timed_baseline_writes_the_same_text(smollm2, theirs):
+    ours, tokenizer = smollm2
+    prompt = encode(tokenizer, "chat")
+    timing = hf_baseline.time_greedy(theirs, prompt, max_new_tokens=16)
+    print(
+        f"\ntransformers: prefill {timing.prefill_ms:.0f} ms, {timing.ms_per_token:.1f} ms a token"
+    )
+    done = generate(ours, RootDrafter(), [prompt], Request(16, eos_ids=tokenizer.eos_ids))
+    assert timing.token_ids == done[0].token_ids
+    assert timing.prefill_ms > 0
+    assert timing.ms_per_token > 0
