@@ -62,14 +62,15 @@ class Block:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns h_BN (0 past the chain's end) and the distribution after each node."""
         B, N, V = p_BNV.shape
-        if draws.child_BM.shape[1] != N - 1 or draws.q_BQV.shape[1] != N - 1:
+        if draws.child_BM.shape[1] != draws.q_BQV.shape[1] or draws.q_BQV.shape[1] < N - 1:
             raise ValueError(
                 f"Rule 'block' verifies chains with one i.i.d. draw and one row of q a draft: got "
                 f"{N - 1} drafts, {draws.child_BM.shape[1]} draws, {draws.q_BQV.shape[1]} rows. "
                 "Use 'traversal' for trees."
             )
         on_BN = tree.valid_BN
-        q_BNV = jnp.concatenate([draws.q_BQV, jnp.zeros((B, 1, V), p_BNV.dtype)], axis=1)
+        q_BQV = draws.q_BQV[:, : N - 1]  # a smaller bucket of the same chain has fewer drafts
+        q_BNV = jnp.concatenate([q_BQV, jnp.zeros((B, 1, V), p_BNV.dtype)], axis=1)
         row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
         at_N = jnp.arange(N - 1, dtype=jnp.int32)[None, :]
         token_BN = tree.token_BN[:, 1:]
