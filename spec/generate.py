@@ -330,12 +330,15 @@ class _StopScanner:
     def _read(self, row: int, tokens: np.ndarray) -> None:
         assert self.token_bytes is not None
         text, ends = self.text[row], self.ends[row]
-        old = len(text)
+        # Token by token: which string is complete first must not depend on how many come at once.
         for token in tokens[len(ends) :]:
+            old = len(text)
             text += self.token_bytes(int(token))
             ends.append(len(text))
-        hits = [text.find(needle, max(0, old - len(needle) + 1)) for needle in self.needles]
-        self.cut[row] = min((hit for hit in hits if hit >= 0), default=None)
+            hits = [text.find(needle, max(0, old - len(needle) + 1)) for needle in self.needles]
+            self.cut[row] = min((hit for hit in hits if hit >= 0), default=None)
+            if self.cut[row] is not None:
+                return
 
     def kept(self, row: int) -> int:
         """Returns how many tokens begin before the stop string."""

@@ -8,8 +8,10 @@ T2 "tiny random": random weights, working attention. Its oracle is `plain_uncach
 whole sequence anew for every token and knows neither caches nor trees.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,10 @@ from models.checkpoint.parameters import Parameter, build
 from models.config import ModelConfig
 from models.transformer import Transformer, causal_mask
 from spec.drafters import RootDrafter, ScriptedDrafter
-from spec.drafters.protocol import Drafter
+from spec.drafters.protocol import Drafter, Step, View
+from spec.draws import Draws
 from spec.generate import Request, generate, round_up
-from spec.tree import TokenTree
+from spec.tree import TokenTree, limit_depth
 from spec.tree_shapes import TreeShape, expansion
 
 Continuation = tuple[tuple[int, ...], str]
@@ -32,8 +35,6 @@ PLAIN = RootDrafter()
 MARGIN = 1e-3
 # 11 nodes whose leaves lie at depths 1, 2, 3 and 4; a rank is not what a slot would suggest.
 UNBALANCED = TreeShape((0, 0, 0, 0, 1, 1, 3, 4, 6, 6, 9), (0, 0, 1, 2, 0, 1, 1, 0, 0, 1, 0))
-
-
 # Norms start at 1, biases at 0; the final norm sets how far apart logits are.
 _ONES = {"attention_norm": 1, "mlp_norm": 1, "final_norm": 4}
 
@@ -48,13 +49,17 @@ def chain11_table(rows: int = VOCAB1, pad_logit: float = 9.0) -> np.ndarray:
     return table
 
 
-def chain11(rows: int = VOCAB1, pad_logit: float = 9.0) -> Transformer:
-    """T1. Unit vectors times 100 make the norm's eps vanish; the norm makes them sqrt(D) long."""
-    D = 16
+def lookup(table: np.ndarray) -> Transformer:
+    """A LLaMA whose logits after token t are `table[t]`.
+
+    Unit vectors times 100 make the norm's eps vanish; the norm makes them sqrt(D) long.
+    """
+    rows = len(table)
+    D = -(-rows // 16) * 16
     config = tiny_config(
         vocab_size=rows,
         d_model=D,
-        d_ff=D,
+        d_ff=16,
         num_layers=1,
         num_heads=2,
         num_kv_heads=1,
@@ -63,9 +68,9 @@ def chain11(rows: int = VOCAB1, pad_logit: float = 9.0) -> Transformer:
     )
     special = {
         "embed_VD": 100 * np.eye(rows, D),
-        "head_DV": np.eye(D, rows) @ chain11_table(rows, pad_logit) / np.sqrt(D),
+        "head_DV": np.eye(D, rows) @ table / np.sqrt(D),
         "blocks.0.attention.o_HAD": np.zeros((2, 8, D)),
-        "blocks.0.mlp.down_FD": np.zeros((D, D)),
+        "blocks.0.mlp.down_FD": np.zeros((16, D)),
     }
     rng = np.random.default_rng(0)
 
@@ -75,6 +80,11 @@ def chain11(rows: int = VOCAB1, pad_logit: float = 9.0) -> Transformer:
         return special.get(parameter.name, other)
 
     return build(config, read, jnp.float32)
+
+
+def chain11(rows: int = VOCAB1, pad_logit: float = 9.0) -> Transformer:
+    """T1, its vocabulary padded to `rows`."""
+    return lookup(chain11_table(rows, pad_logit))
 
 
 def chain11_greedy(token: int, n: int) -> tuple[int, ...]:
@@ -246,6 +256,33 @@ def accept_histogram(levels: int, n: int) -> tuple[int, ...]:
         counts.append(min(levels, n - 1))
         n -= counts[-1] + 1
     return tuple(np.bincount(counts).tolist()) if counts else ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Limited:
+    """Another drafter, row b cut to drafts of at most `depth_B[b]`: every k in one program."""
+
+    inner: Any
+    depth_B: jax.Array
+
+    @property
+    def depth(self) -> int:
+        return self.inner.depth
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self.inner.buckets
+
+    def init(self, *args: Any) -> Any:
+        return self.inner.init(*args)
+
+    def propose(self, state: Any, view: View, key_B: jax.Array) -> tuple[TokenTree, Draws, Any]:
+        tree, draws, state = self.inner.propose(state, view, key_B)
+        return limit_depth(tree, self.depth_B + 1), draws, state
+
+    def observe(self, state: Any, step: Step) -> Any:
+        return self.inner.observe(state, step)
 
 
 def drawn_tree() -> TokenTree:

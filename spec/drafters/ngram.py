@@ -17,6 +17,10 @@ from spec.merge import same_path
 from spec.tree import TokenTree, compact, emitted_tokens
 
 
+# Weights are 4^(match length) in float32, whose sums must stay finite.
+_LONGEST_WINDOW = 32
+
+
 class History(NamedTuple):
     """State: every token of the row so far, the root included."""
 
@@ -54,6 +58,10 @@ class NGramDrafter:
         """Refuses settings that cannot draft."""
         if min(self.window, self.min_match, self.matches, self.depth, *self.sizes) < 1:
             raise ValueError(f"{self}: window, matches, depth and sizes must be at least 1.")
+        if not self.min_match <= self.window <= _LONGEST_WINDOW:
+            raise ValueError(
+                f"{self}: window must lie in {self.min_match} (min_match)..{_LONGEST_WINDOW}."
+            )
         if sorted(set(self.sizes)) != list(self.sizes):
             raise ValueError(f"sizes {self.sizes} must be ascending.")
 
