@@ -15,9 +15,7 @@ QUERIES, KV = (1, 3, 7, 13), (1, 17, 129, 384, 400)
 WIDTHS, HEADS = (16, 64, 80, 128), ((6, 2), (7, 1), (12, 4), (28, 4))
 EVERY = list(itertools.product(QUERIES, KV, WIDTHS, HEADS))
 # Ten of the 320, in which every value occurs at least twice.
-SOME = [
-    (QUERIES[i % 4], KV[i % 5], WIDTHS[i // 2 % 4], HEADS[(i + i // 4) % 4]) for i in range(10)
-]
+SOME = [(QUERIES[i % 4], KV[i % 5], WIDTHS[i // 2 % 4], HEADS[(i + i // 4) % 4]) for i in range(10)]
 attend = jax.jit(tree_attention)
 
 

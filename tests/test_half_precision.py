@@ -95,9 +95,7 @@ def test_bfloat16_in_one_block_and_in_single_steps(half):
     """The same prefix as 1 x n and n x 1, no drafter: the best token flips at narrow choices only."""
     low, exact = half
     token_BT = np.random.default_rng(0).integers(0, 97, (8, 64)).astype(np.int32)
-    one, other = (
-        np.asarray(f(low, token_BT).argmax(-1)) for f in (whole_logits, stepwise_logits)
-    )
+    one, other = (np.asarray(f(low, token_BT).argmax(-1)) for f in (whole_logits, stepwise_logits))
     logits = np.asarray(whole_logits(exact, token_BT))
     flips = np.argwhere(one != other)
     print(f"bfloat16: {len(flips)} of {one.size} choices differ between one block and single steps")

@@ -61,9 +61,7 @@ def test_commit_appends_behind_each_length(lengths, counts, after):
     cache, path = random_cache(rng, lengths), random_path(rng)
     new = jax.jit(commit)(cache, path, jnp.asarray(counts, jnp.int32))
     assert new.length_B.tolist() == after
-    for got, wanted in zip(
-        (*new.k_BKSA, *new.v_BKSA), committed(cache, path, counts), strict=True
-    ):
+    for got, wanted in zip((*new.k_BKSA, *new.v_BKSA), committed(cache, path, counts), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -76,9 +74,7 @@ def test_commit_casts_to_the_cache():
     path = random_path(rng)
     new = commit(cache, path, jnp.full(B, 1, jnp.int32))
     assert new.k_BKSA[0].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(
-        new.v_BKSA[1][3, :, 3], path[1].v_BNKA[3, 0].astype(jnp.bfloat16)
-    )
+    np.testing.assert_array_equal(new.v_BKSA[1][3, :, 3], path[1].v_BNKA[3, 0].astype(jnp.bfloat16))
 
 
 def test_take_path_gathers_nodes_and_bears_padding():

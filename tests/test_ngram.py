@@ -76,7 +76,10 @@ def naive(history, window, min_match, matches, depth, size) -> list[tuple[int, .
         # 2 2 after the shorter match at the start.
         ((2, 2, 2), [(2,), (2, 2)]),
         # Two continuations of 1 2, the most recent first; they share the root only.
-        ((1, 2, 5, 1, 2, 6, 1, 2), [(6,), (6, 1), (6, 1, 2), (5,), (5, 1), (5, 1, 2), (5, 1, 2, 6)]),
+        (
+            (1, 2, 5, 1, 2, 6, 1, 2),
+            [(6,), (6, 1), (6, 1, 2), (5,), (5, 1), (5, 1, 2), (5, 1, 2, 6)],
+        ),
         # Two continuations that begin alike are fused up to where they differ.
         ((1, 8, 5, 1, 8, 6, 1), [(8,), (8, 6), (8, 6, 1), (8, 5), (8, 5, 1), (8, 5, 1, 8)]),
     ],
@@ -114,9 +117,7 @@ def test_each_setting(drafter, history, expected):
     assert drafts(drafter, history) == [expected]
 
 
-@pytest.mark.parametrize(
-    "settings", [(3, 1, 4, 4, 8), (1, 1, 8, 3, 4), (4, 2, 3, 5, 24)], ids=str
-)
+@pytest.mark.parametrize("settings", [(3, 1, 4, 4, 8), (1, 1, 8, 3, 4), (4, 2, 3, 5, 24)], ids=str)
 def test_random_histories_follow_the_documented_rule(settings):
     """Two and three letters, so that matches of all lengths, fusions and ties are everywhere."""
     window, min_match, matches, depth, size = settings

@@ -161,14 +161,10 @@ def test_rows_stop_each_for_itself(chain11):
     model, drafter = chain11
     prompts = [[2], [4], [5], [1], [3], [0], [7]]
     texts = [[LETTERS.get(i, b"?") for i in toys.chain11_greedy(p, 16)] for (p,) in prompts]
-    request = letters(
-        max_new_tokens=16, stop=("bcd",), token_bytes=lambda i: LETTERS.get(i, b"?")
-    )
+    request = letters(max_new_tokens=16, stop=("bcd",), token_bytes=lambda i: LETTERS.get(i, b"?"))
     done = generate(model, drafter, prompts, request)
     reasons = [row.finish_reason for row in done]
-    assert reasons == [
-        *("stop", "stop", "length", "stop", "length", "stop", "stop")
-    ]
+    assert reasons == [*("stop", "stop", "length", "stop", "length", "stop", "stop")]
     for row, text in zip(done, texts, strict=True):
         kept = naive(text, ("bcd",)) or (16, None)
         assert (len(row.token_ids), row.stop_bytes) == kept
