@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumeration import (
+from tests.enumeration import (
     World,
     groups,
     merged,

@@ -1,7 +1,7 @@
 """Log-probabilities are the target's, one a token, cut with the text (HO-18)."""
 
 import pytest
-from toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted, tiny
+from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted, tiny
 
 from spec.drafters import NGramDrafter
 from spec.generate import Request, generate, stream

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted
+from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted
 
 from spec.draws import Children, Draws, Kind
 from spec.generate import Request, generate

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from toys import PLAIN, tiny
+from tests.toys import PLAIN, tiny
 
 from spec.drafters import ModelDrafter, NGramDrafter
 from spec.draws import Children

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from enumeration import World, groups, tv_and_accepted
+from tests.enumeration import World, groups, tv_and_accepted
 
 from spec.draws import Children, Kind
 from spec.tree_shapes import expansion
