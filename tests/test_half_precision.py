@@ -37,9 +37,8 @@ def test_float32_is_exact_for_200_tokens():
 @pytest.fixture(scope="module")
 def half() -> tuple[Transformer, Transformer]:
     """A bfloat16 model and its very weights in float32."""
-    return toys.tiny(dtype=jnp.bfloat16), jax.tree.map(
-        lambda x: x.astype(jnp.float32), toys.tiny(dtype=jnp.bfloat16)
-    )
+    low = toys.tiny(1, dtype=jnp.bfloat16)
+    return low, jax.tree.map(lambda x: x.astype(jnp.float32), low)
 
 
 @jax.jit
@@ -63,44 +62,57 @@ def stepwise_logits(model, token_BT):
     return jax.lax.scan(body, cache, token_BT.T)[1].swapaxes(0, 1)
 
 
-def assert_narrow(exact_V: np.ndarray, one: int, other: int) -> None:
-    """The policy: two rounded runs may differ only where the exact choice is narrow."""
+def margin(exact_V: np.ndarray) -> float:
+    """How narrow the choice is: distance of the two best, in bfloat16 ulps of the largest logit."""
     first, second = np.sort(exact_V)[::-1][:2]
-    bound = 2.0**-7 * np.abs(exact_V).max()
-    assert first - second < bound, f"{one} or {other}: margin {first - second} is not below {bound}"
+    return float((first - second) / (2.0**-7 * np.abs(exact_V).max()))
 
 
-def test_bfloat16_differs_only_at_narrow_choices(half):
+# The policy: two rounded runs may differ only where the float32 choice is narrower than this.
+ULPS = 4
+
+
+def test_the_policy_would_catch_a_wrong_token(half):
+    """The margins of this model: most choices are wide, so a wrong token would be noticed."""
+    _, exact = half
+    token_BT = np.random.default_rng(0).integers(0, 97, (64, 64)).astype(np.int32)
+    margins = [margin(row) for row in np.asarray(whole_logits(exact, token_BT)).reshape(-1, 97)]
+    assert np.mean(np.array(margins) > ULPS) > 0.6
+
+
+def test_bfloat16_tree_differs_from_plain_only_at_narrow_choices(half):
     """At the first difference between tree and plain the float32 margin is small."""
     low, exact = half
-    plain = toys.decode(low, toys.PLAIN, PROMPTS, N)
-    sequences = [(*row, *tokens) for row, (tokens, _) in zip(PROMPTS, plain, strict=True)]
-    token_BT = np.zeros((len(PROMPTS), 256), np.int32)
-    for row, sequence in enumerate(sequences):
-        token_BT[row, : len(sequence)] = sequence
-    logits = np.asarray(whole_logits(exact, token_BT))
-    agreed = []
-    drafted = toys.decode(low, perfect(sequences, toys.UNBALANCED), PROMPTS, N)
-    for row, prompt in enumerate(PROMPTS):
-        pairs = list(zip(plain[row][0], drafted[row][0], strict=True))
-        differ = [i for i, (one, other) in enumerate(pairs) if one != other]
-        agreed.append(differ[0] if differ else N)
-        if differ:
-            assert_narrow(logits[row, len(prompt) - 1 + differ[0]], *pairs[differ[0]])
-    print(f"bfloat16: tree equals plain for {agreed} of {N} tokens")
-    assert max(agreed) > 20
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, 97, (32, 8)).tolist()
+    n = 56
+    plain = toys.decode(low, toys.PLAIN, prompts, n)
+    sequences = [(*row, *tokens) for row, (tokens, _) in zip(prompts, plain, strict=True)]
+    logits = np.asarray(whole_logits(exact, np.asarray(sequences, np.int32)))
+    drafted = toys.decode(low, perfect(sequences, toys.UNBALANCED), prompts, n)
+    agreed, margins = [], []
+    for row, pair in enumerate(zip(plain, drafted, strict=True)):
+        differ = [i for i in range(n) if pair[0][0][i] != pair[1][0][i]]
+        agreed.append(differ[0] if differ else n)
+        margins += [margin(logits[row, 8 - 1 + i]) for i in differ[:1]]
+    print(f"bfloat16: tree equals plain for {agreed} of {n} tokens, margins {margins}")
+    assert max(margins, default=0) < ULPS
+    assert np.mean(agreed) > n / 2
 
 
 def test_bfloat16_in_one_block_and_in_single_steps(half):
-    """The same prefix as 1 x n and n x 1, no drafter: the best token flips at narrow choices only."""
+    """The same prefix as 1 x n and n x 1, no drafter: the best token flips at narrow choices only.
+
+    A rounded activation is off by half an ulp many times over, so one ulp is not enough as a bound:
+    jax 0.10.2 on a CPU flips 68 of 4096 choices, 13 of them wider than one ulp, none than three.
+    """
     low, exact = half
-    token_BT = np.random.default_rng(0).integers(0, 97, (8, 64)).astype(np.int32)
+    token_BT = np.random.default_rng(0).integers(0, 97, (64, 64)).astype(np.int32)
     one, other = (np.asarray(f(low, token_BT).argmax(-1)) for f in (whole_logits, stepwise_logits))
     logits = np.asarray(whole_logits(exact, token_BT))
-    flips = np.argwhere(one != other)
-    print(f"bfloat16: {len(flips)} of {one.size} choices differ between one block and single steps")
-    for b, t in flips:
-        assert_narrow(logits[b, t], one[b, t], other[b, t])
-    assert len(flips) < 0.05 * one.size
+    margins = [margin(logits[b, t]) for b, t in np.argwhere(one != other)]
+    print(f"bfloat16: {len(margins)} of {one.size} choices flip, margins up to {max(margins)} ulps")
+    assert max(margins) < ULPS
+    assert len(margins) < 0.03 * one.size
     float_pair = [np.asarray(f(exact, token_BT)) for f in (whole_logits, stepwise_logits)]
     np.testing.assert_allclose(*float_pair, rtol=1e-4, atol=1e-4)

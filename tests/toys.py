@@ -117,9 +117,12 @@ def tiny_config(**changes: object) -> ModelConfig:
 
 
 def tiny(
-    seed: int = 0, dtype: jax.typing.DTypeLike = jnp.float32, **changes: object
+    seed: int = 0,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    gain: float = 3,
+    **changes: object,
 ) -> Transformer:
-    """T2. Attention and MLP outputs are large: what came before decides the next token."""
+    """T2. Attention and MLP outputs are large (`gain`): what came before decides the next token."""
     rng = np.random.default_rng(seed)
 
     def read(parameter: Parameter) -> np.ndarray:
@@ -129,8 +132,8 @@ def tiny(
         fan_in = parameter.shape[1] if parameter.inputs is None else parameter.shape[0]
         if parameter.inputs == 2:
             fan_in *= parameter.shape[1]
-        gain = 3 if parameter.name.endswith(("o_HAD", "down_FD")) else 1
-        return gain * normal / np.sqrt(fan_in)
+        scale = gain if parameter.name.endswith(("o_HAD", "down_FD")) else 1
+        return scale * normal / np.sqrt(fan_in)
 
     return build(tiny_config(**changes), read, dtype)
 

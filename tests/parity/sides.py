@@ -56,14 +56,21 @@ def ours_step_by_step(model: Transformer, tokens: list[int], steps: int) -> np.n
     return np.stack(rows)
 
 
+def _single_threaded():
+    torch, transformers = import_peers()
+    # Two threads spin while they wait: ten times slower as soon as another process is busy.
+    torch.set_num_threads(1)
+    return torch, transformers
+
+
 def theirs_in_one_pass(model, tokens: list[int]) -> np.ndarray:
-    torch, _ = import_peers()
+    torch, _ = _single_threaded()
     with torch.no_grad():
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
 
 
 def theirs_step_by_step(model, tokens: list[int], steps: int) -> np.ndarray:
-    torch, transformers = import_peers()
+    torch, transformers = _single_threaded()
     cache = transformers.DynamicCache()  # filled in place
     rows = []
     with torch.no_grad():

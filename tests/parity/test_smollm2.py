@@ -16,7 +16,7 @@ from spec.generate import Request, generate
 
 pytestmark = pytest.mark.parity
 
-STEPS = 24
+STEPS = 16
 PROMPTS = {prompt.kind: prompt.text for prompt in prompt_set.one_of_each(prompt_set.load())}
 # About 800 tokens: several chunks of prefill, and positions where RoPE's phases are large.
 PROMPTS["long"] = "\n\n".join(PROMPTS.values())
