@@ -139,5 +139,7 @@ def test_a_step_never_calls_the_host(kind):
     made = jax.make_jaxpr(lambda *args: spec_step(*args)[0])(target, drafter, state, settings)
     names = primitives(made.jaxpr)
     assert {"dot_general", "scatter"} <= names, "the walk saw the target pass and the commit"
-    assert not {name for name in names for word in ("callback", "infeed", "outfeed") if word in name}
+    assert not {
+        name for name in names for word in ("callback", "infeed", "outfeed") if word in name
+    }
     assert all(np.size(const) < 97 for const in made.consts), "a weight was closed over"

@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from spec.draws import Children, Draws, Kind
+from spec.tree_shapes import TreeShape, expansion
+from spec.verify import RULES, Block, Naive, TopDown, Traversal
 from tests.enumeration import (
     World,
     groups,
@@ -20,10 +24,6 @@ from tests.enumeration import (
     total_variation,
     tv_and_accepted,
 )
-
-from spec.draws import Children, Draws, Kind
-from spec.tree_shapes import TreeShape, expansion
-from spec.verify import RULES, Block, Naive, TopDown, Traversal
 
 EXACT = 1e-12
 FITS = {

@@ -1,10 +1,10 @@
 """Log-probabilities are the target's, one a token, cut with the text (HO-18)."""
 
 import pytest
-from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted, tiny
 
 from spec.drafters import NGramDrafter
 from spec.generate import Request, generate, stream
+from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted, tiny
 
 # Log-softmax of (4, 3, 0 x 9) at its best entry, cases.md section 1.
 BEST = -0.427044

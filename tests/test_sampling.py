@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted
 
 from spec.draws import Children, Draws, Kind
 from spec.generate import Request, generate
@@ -15,6 +14,7 @@ from spec.tree import TokenTree
 from spec.verify import RULES, Keys
 from spec.verify.rule import check_fit
 from spec.verify.top_down import law_at
+from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted
 
 N_DRAWS, TOLERANCE = 40_000, 0.012
 

@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from tests.toys import PLAIN, tiny
 
 from spec.drafters import ModelDrafter, NGramDrafter
 from spec.draws import Children
 from spec.generate import Request, generate, stream
 from spec.tree_shapes import expansion
+from tests.toys import PLAIN, tiny
 
 PROMPT, OTHER = [5, 9, 60], [3, 3, 17, 40, 8]
 

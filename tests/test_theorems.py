@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from tests.enumeration import World, groups, tv_and_accepted
 
 from spec.draws import Children, Kind
 from spec.tree_shapes import expansion
 from spec.verify import RULES
+from tests.enumeration import World, groups, tv_and_accepted
 
 
 def reject_mss(p, q, k):

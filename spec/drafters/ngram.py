@@ -16,7 +16,6 @@ from spec.draws import Children, Draws, point_mass
 from spec.merge import same_path
 from spec.tree import TokenTree, compact, emitted_tokens
 
-
 # Weights are 4^(match length) in float32, whose sums must stay finite.
 _LONGEST_WINDOW = 32
 
