@@ -129,14 +129,9 @@ def start(
         token_BE=jnp.zeros((B, out_size), jnp.int32),
         emitted_B=jnp.zeros(B, jnp.int32),
         budget_B=budget_B,
-<<<<<<< HEAD
-        finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH),
-        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1, drafter.depth + 1),
-=======
         # Not weakly typed: a host that replaces it (stop strings) must not cause a compilation.
         finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH).astype(jnp.int32),
-        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1),
->>>>>>> main
+        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1, drafter.depth + 1),
         key_B=key_B,
         record_BER=jnp.full((B, out_size, 4), -1, jnp.int32),
         logprob_BE=jnp.zeros((B, out_size if logprobs else 0), jnp.float32),

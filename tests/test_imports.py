@@ -1,4 +1,4 @@
-"""The house of design.md: imports go down the list, files stay small, what is public is explained."""
+"""Imports go down the list of design.md, files stay small, what is public is explained."""
 
 import ast
 import pathlib

@@ -77,7 +77,7 @@ def test_ho17_at_the_end_of_the_budget(model):
 
 
 def test_a_run_cut_by_eos(model):
-    """7 0 1 4 accepted, EOS 1: three drafts count as proposed and accepted, the fourth as neither."""
+    """7 0 1 4 accepted, EOS 1: three drafts count as both, the fourth as neither."""
     counts = generate(model, chain4(RIGHT), [[2]] * 2, Request(16, (1,)))[0].metrics
     assert (counts.tokens, counts.steps) == (3, 1)
     assert (counts.accepted, counts.proposed_depth, counts.proposed_nodes) == (3, 3, 3)

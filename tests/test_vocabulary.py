@@ -35,7 +35,7 @@ def test_padding_rows_are_never_chosen(target):
     ],
 )
 def test_tables_of_other_heights_draft_alike(target, rows, known, accepted):
-    """HO-07(a), a drafter of 11 and one of 14 rows: full acceptance, one draft in each of 6 steps."""
+    """HO-07(a), drafters of 11 and of 14 rows: full acceptance, one draft in each of 6 steps."""
     drafter = ModelDrafter(toys.chain11(rows), toys.chain(1), known)
     done = generate(target, drafter, [[2]], Request(12, vocab_size=11))[0]
     assert (done.token_ids, done.finish_reason) == (CYCLE, "length")
