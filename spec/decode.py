@@ -36,7 +36,6 @@ class Settings:
         sampling: temperature, top-k and top-p of each row.
         vocab_size: static; ids from here on are padding of the embedding table and never chosen.
         rule: static; how drafts are verified. `Greedy` takes the best token whatever `sampling`.
-        logprobs: static; whether to keep the log-probability of every emitted token.
     """
 
     eos_E: jax.Array
@@ -44,7 +43,6 @@ class Settings:
     sampling: Sampling
     vocab_size: int = dataclasses.field(metadata={"static": True})
     rule: Rule = dataclasses.field(metadata={"static": True})
-    logprobs: bool = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +116,7 @@ def start(
         key_B: a random key a row.
         capacity: cache slots a row, static; at least prompt + budget - 1 tokens.
         out_size: E, static.
-        logprobs: as in `Settings`, static.
+        logprobs: whether to keep the log-probability of every emitted token, static.
     """
     cache, hidden_BTD = prefill(target, token_BT, length_B, capacity)
     last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
@@ -170,7 +168,8 @@ def spec_step(
     tree = limit_depth(tree, jnp.where(active_B, room_B, 0))
     draws = settings.rule.order(drop_invalid(draws, tree), keys.step(Use.ORDER))
 
-    verified = _verify(target, drafter, state.cache, tree, draws, keys, settings)
+    logprobs = state.logprob_BE.shape[1] > 0
+    verified = _verify(target, drafter, state.cache, tree, draws, keys, settings, logprobs)
     accepted = verified.accepted
     index_BP = jnp.minimum(accepted.node_BP, tree.size - 1)
     token_BP = jnp.take_along_axis(tree.token_BN, index_BP, axis=1)
@@ -190,7 +189,11 @@ def spec_step(
         finish_B=jnp.where(active_B, finish_B, state.finish_B),
         drafter=drafter.observe(drafter_state, step),
         key_B=state.key_B,
-        logprob_BE=_append(state.logprob_BE, verified.logprob_BP, state.emitted_B, count_B),
+        logprob_BE=(
+            _append(state.logprob_BE, verified.logprob_BP, state.emitted_B, count_B)
+            if logprobs
+            else state.logprob_BE
+        ),
         record_BER=_append(state.record_BER, record_B1R, state.emitted_B, jnp.minimum(count_B, 1)),
     )
     return new, Trace(tree, Accepted(accepted.node_BP, count_B, bonus_B))
@@ -204,6 +207,7 @@ def _verify(
     draws: Draws,
     keys: Keys,
     settings: Settings,
+    logprobs: bool,
 ) -> _Verified:
     """Runs the target over the smallest bucket that holds every row's valid nodes."""
     check_fit(settings.rule, drafter.children)
@@ -220,8 +224,8 @@ def _verify(
             # Path slots past the end of a smaller bucket mean the same as past its path: nothing.
             index_BP = jnp.minimum(accepted.node_BP, size - 1)
             hidden_BPD = jnp.take_along_axis(out.hidden_BND, index_BP[:, :, None], axis=1)
-            logprob_BP = jnp.zeros((index_BP.shape[0], 0 if not settings.logprobs else P))
-            if settings.logprobs:
+            logprob_BP = jnp.zeros((index_BP.shape[0], 0))
+            if logprobs:
                 logprob_BP = _logprobs(part, accepted, index_BP, logits_BNV)
             return _Verified(accepted, take_path(out.tree_kv, index_BP), hidden_BPD, logprob_BP)
 

@@ -236,7 +236,6 @@ def begin(
         rows(request.temperature, request.top_k, request.top_p, B),
         vocab,
         verifier,
-        request.logprobs,
     )
 
 

@@ -26,6 +26,7 @@ from tests.enumeration import (
 )
 
 EXACT = 1e-12
+SLOW = pytest.mark.slow
 FITS = {
     Children.IID: ("mss", "naive", "traversal", "top_down"),
     Children.WITHOUT_REPLACEMENT: ("without_replacement", "naive", "traversal", "top_down"),
@@ -40,7 +41,9 @@ def float64():
         yield
 
 
-@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (3,), (2, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "widths", [(2, 1), *[pytest.param(w, marks=SLOW) for w in ((1, 2), (3,), (2, 2), (1, 1, 1))]]
+)
 @pytest.mark.parametrize(("children", "rule"), [(c, r) for c, rs in FITS.items() for r in rs])
 def test_sequence_law_is_the_targets(children, rule, widths):
     # A random child outside the top 2 of 3 would be certain.
@@ -51,6 +54,7 @@ def test_sequence_law_is_the_targets(children, rule, widths):
     assert 0 < accepted < len(widths) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["naive", "mss", "traversal"])
 @pytest.mark.parametrize("vocab", [4, 5])
 def test_larger_vocabularies(rule, vocab):
@@ -60,7 +64,7 @@ def test_larger_vocabularies(rule, vocab):
 
 def test_block_is_exact_and_traversal_on_a_chain_is_block():
     """Section 2 (e), (f): equal laws on every chain draft; never below trial by trial."""
-    for seed in range(5):
+    for seed in range(2):
         world = World.random(3, 3, seed)
         tv, accepted = tv_and_accepted(Block(), world, (1, 1, 1), Children.IID)
         assert tv < EXACT
@@ -92,7 +96,7 @@ def test_any_trial_order_of_iid_draws_is_exact():
     shape = expansion((3, 1))
     chance, tree, draws = outcomes(world, shape, Children.IID)
     rule = TopDown.multi_step()
-    for seed in range(3):
+    for seed in range(2):
         # One order for all drafts: the order must not depend on what was drawn.
         keys = jax.vmap(jax.random.key)(jnp.full(len(chance), seed))
         ordered = jax.jit(rule.order)(draws, keys)
