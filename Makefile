@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/c
 # One thread pool a test process: two processes on two cores.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
-.PHONY: demo test lint lossless parity bench-decode clean
+.PHONY: demo test lint lossless exact exact-smollm2 parity bench-decode bench-verify clean
 
 demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
 	$(BIN)/python -m experiments.generate --out out/demo
@@ -21,11 +21,20 @@ lint: .venv/ready
 lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
 	$(PYTEST) -q -s -m slow tests/test_lossless.py tests/test_lossless_smollm2.py
 
+exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
+	$(PYTEST) -q -s -n 2 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_statistics.py
+
+exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (half an hour).
+	$(PYTEST) -q -s -m slow tests/test_statistics_smollm2.py
+
 parity: .venv/ready-parity  ## Our logits against transformers' (installs torch).
 	$(PYTEST) -q -s -m parity tests/parity
 
 bench-decode: .venv/ready-parity  ## Speed: minimal loop, transformers, width curve, per prompt kind.
 	$(BIN)/python -m experiments.bench_decode
+
+bench-verify: .venv/ready  ## Cost of merge, accept and commit, without the model.
+	$(BIN)/python -m experiments.bench_verify
 
 clean:
 	rm -rf .venv out

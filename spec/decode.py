@@ -14,9 +14,12 @@ from models.kv_cache import KVCache, commit, take_path
 from models.prefill import prefill
 from models.transformer import Transformer
 from spec.drafters.protocol import Drafter, Step, View
+from spec.draws import Draws, drop_invalid
 from spec.metrics import step_record
+from spec.sampling import Sampling, Use, probabilities
 from spec.tree import TokenTree, ancestor_mask, emitted_tokens, limit_depth
-from spec.verify import Accepted, accept_greedy
+from spec.verify import Accepted, Greedy, Keys, Rule, best_token
+from spec.verify.rule import check_fit, pick
 
 RUNNING, EOS, LENGTH = 0, 1, 2
 
@@ -30,12 +33,16 @@ class Settings:
         eos_E: int32 ids that end a row; -1 entries match nothing.
         run_limit: int32, most tokens a step may emit; large for normal decoding, 1 to visit every
             position of the target's own path (acceptance by rank).
+        sampling: temperature, top-k and top-p of each row.
         vocab_size: static; ids from here on are padding of the embedding table and never chosen.
+        rule: static; how drafts are verified. `Greedy` takes the best token whatever `sampling`.
     """
 
     eos_E: jax.Array
     run_limit: jax.Array
+    sampling: Sampling
     vocab_size: int = dataclasses.field(metadata={"static": True})
+    rule: Rule = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +61,8 @@ class DecodeState:
         key_B: one random key a row, from (seed, request).
         record_BER: int32, at the slot of each step's first token what the step did
             (`metrics.step_record`), -1 elsewhere.
+        logprob_BE: float32 natural log-probability of each emitted token under the target's own
+            softmax, before temperature, top-k and top-p; E is 0 if not kept.
     """
 
     cache: KVCache
@@ -65,6 +74,7 @@ class DecodeState:
     drafter: Any
     key_B: jax.Array
     record_BER: jax.Array
+    logprob_BE: jax.Array
 
 
 class Trace(NamedTuple):
@@ -80,6 +90,7 @@ class _Verified(NamedTuple):
     accepted: Accepted
     path_kv: tuple[LayerKV, ...]
     hidden_BPD: jax.Array
+    logprob_BP: jax.Array
 
 
 def start(
@@ -92,6 +103,7 @@ def start(
     *,
     capacity: int,
     out_size: int,
+    logprobs: bool,
 ) -> DecodeState:
     """Prefills target and drafter.
 
@@ -104,6 +116,7 @@ def start(
         key_B: a random key a row.
         capacity: cache slots a row, static; at least prompt + budget - 1 tokens.
         out_size: E, static.
+        logprobs: whether to keep the log-probability of every emitted token, static.
     """
     cache, hidden_BTD = prefill(target, token_BT, length_B, capacity)
     last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
@@ -116,9 +129,10 @@ def start(
         budget_B=budget_B,
         # Not weakly typed: a host that replaces it (stop strings) must not cause a compilation.
         finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH).astype(jnp.int32),
-        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1),
+        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1, drafter.depth + 1),
         key_B=key_B,
         record_BER=jnp.full((B, out_size, 4), -1, jnp.int32),
+        logprob_BE=jnp.zeros((B, out_size if logprobs else 0), jnp.float32),
     )
 
 
@@ -148,12 +162,14 @@ def spec_step(
     active_B = state.finish_B == RUNNING
     length_B = state.cache.length_B
     room_B = state.budget_B - state.emitted_B
-    view = View(state.root_B, length_B, room_B, active_B, target, state.cache)
-    key_B = jax.vmap(jax.random.fold_in)(state.key_B, length_B)
-    tree, _draws, drafter_state = drafter.propose(state.drafter, view, key_B)
+    keys = Keys(state.key_B, length_B)
+    view = View(state.root_B, length_B, room_B, active_B, target, state.cache, settings.sampling)
+    tree, draws, drafter_state = drafter.propose(state.drafter, view, keys.step(Use.DRAFT))
     tree = limit_depth(tree, jnp.where(active_B, room_B, 0))
+    draws = settings.rule.order(drop_invalid(draws, tree), keys.step(Use.ORDER))
 
-    verified = _verify(target, drafter, state.cache, tree, settings)
+    logprobs = state.logprob_BE.shape[1] > 0
+    verified = _verify(target, drafter, state.cache, tree, draws, keys, settings, logprobs)
     accepted = verified.accepted
     index_BP = jnp.minimum(accepted.node_BP, tree.size - 1)
     token_BP = jnp.take_along_axis(tree.token_BN, index_BP, axis=1)
@@ -173,38 +189,87 @@ def spec_step(
         finish_B=jnp.where(active_B, finish_B, state.finish_B),
         drafter=drafter.observe(drafter_state, step),
         key_B=state.key_B,
+        logprob_BE=(
+            _append(state.logprob_BE, verified.logprob_BP, state.emitted_B, count_B)
+            if logprobs
+            else state.logprob_BE
+        ),
         record_BER=_append(state.record_BER, record_B1R, state.emitted_B, jnp.minimum(count_B, 1)),
     )
     return new, Trace(tree, Accepted(accepted.node_BP, count_B, bonus_B))
 
 
 def _verify(
-    target: Transformer, drafter: Drafter, cache: KVCache, tree: TokenTree, settings: Settings
+    target: Transformer,
+    drafter: Drafter,
+    cache: KVCache,
+    tree: TokenTree,
+    draws: Draws,
+    keys: Keys,
+    settings: Settings,
+    logprobs: bool,
 ) -> _Verified:
     """Runs the target over the smallest bucket that holds every row's valid nodes."""
+    check_fit(settings.rule, drafter.children)
     P = drafter.depth + 1
 
     def branch(size: int) -> Any:
-        def run(tree: TokenTree) -> _Verified:
+        def run(tree: TokenTree, draws: Draws) -> _Verified:
             part = tree.first(size)
             mask_BNN = ancestor_mask(part)
             position_BN = cache.length_B[:, None] + part.depth_BN
             out = target(part.token_BN, position_BN, mask_BNN, cache)
             logits_BNV = out.logits_BNV[..., : settings.vocab_size]
-            accepted = accept_greedy(part, mask_BNN, logits_BNV, P)
-            index_BP1 = jnp.minimum(accepted.node_BP, size - 1)[:, :, None]
-            hidden_BPD = jnp.take_along_axis(out.hidden_BND, index_BP1, axis=1)
-            return _Verified(accepted, take_path(out.tree_kv, accepted.node_BP), hidden_BPD)
+            accepted = _accept(part, draws, mask_BNN, logits_BNV, keys, settings, P)
+            # Path slots past the end of a smaller bucket mean the same as past its path: nothing.
+            index_BP = jnp.minimum(accepted.node_BP, size - 1)
+            hidden_BPD = jnp.take_along_axis(out.hidden_BND, index_BP[:, :, None], axis=1)
+            logprob_BP = jnp.zeros((index_BP.shape[0], 0))
+            if logprobs:
+                logprob_BP = _logprobs(part, accepted, index_BP, logits_BNV)
+            return _Verified(accepted, take_path(out.tree_kv, index_BP), hidden_BPD, logprob_BP)
 
         return run
 
     buckets = drafter.buckets
     if len(buckets) == 1:
-        return branch(buckets[0])(tree)
+        return branch(buckets[0])(tree, draws)
     index_N = jnp.arange(tree.size, dtype=jnp.int32)[None, :]
     needed = jnp.max(jnp.where(tree.valid_BN, index_N, 0)) + 1
     which = jnp.searchsorted(jnp.asarray(buckets, jnp.int32), needed)
-    return jax.lax.switch(which, [branch(size) for size in buckets], tree)
+    return jax.lax.switch(which, [branch(size) for size in buckets], tree, draws)
+
+
+def _accept(
+    tree: TokenTree,
+    draws: Draws,
+    mask_BNN: jax.Array,
+    logits_BNV: jax.Array,
+    keys: Keys,
+    settings: Settings,
+    path_size: int,
+) -> Accepted:
+    """Applies the rule; p is processed only at the nodes that the rule asks for."""
+    if isinstance(settings.rule, Greedy):
+        return settings.rule.accept(tree, mask_BNN, best_token(logits_BNV), path_size)
+
+    def p_at(node_B: jax.Array) -> jax.Array:
+        return probabilities(pick(logits_BNV, node_B)[:, None], settings.sampling)[:, 0]
+
+    # Draws of nodes beyond this bucket are padding; their slots must stay within the tree.
+    inside = dataclasses.replace(draws, child_BM=jnp.minimum(draws.child_BM, tree.size - 1))
+    return settings.rule.sample(p_at, tree, inside, keys, path_size)
+
+
+def _logprobs(
+    tree: TokenTree, accepted: Accepted, index_BP: jax.Array, logits_BNV: jax.Array
+) -> jax.Array:
+    """Returns float32 [B, P]: log p of each emitted token after its node on the path."""
+    token_BP = jnp.take_along_axis(tree.token_BN, index_BP, axis=1)
+    emitted_BP = emitted_tokens(token_BP, accepted.count_B, accepted.bonus_B)
+    logits_BPV = jnp.take_along_axis(logits_BNV, index_BP[:, :, None], axis=1)
+    chosen_BP = jnp.take_along_axis(logits_BPV, emitted_BP[:, :, None], axis=2)[..., 0]
+    return (chosen_BP - jax.nn.logsumexp(logits_BPV, axis=-1)).astype(jnp.float32)
 
 
 def _cut(

@@ -2,10 +2,12 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from spec.merge import merge
 from spec.tree import TokenTree
 
 
@@ -14,8 +16,20 @@ class Kind(enum.IntEnum):
 
     PADDING = 0
     IID = 1  # drawn with replacement from its row of q
-    WITHOUT_REPLACEMENT = 2  # drawn from its row of q with the tokens drawn before it zeroed
+    WITHOUT_REPLACEMENT = 2  # drawn from its row of q with the row's earlier draws zeroed
     POINT_MASS = 3  # a deterministic function of the context; it has no row of q
+
+
+class Children(enum.Enum):
+    """How a drafter chooses the children of a node: what decides which rules stay exact."""
+
+    TOP_K = "top_k"  # the most probable tokens, or a lookup: deterministic
+    IID = "iid"  # sampled with replacement, every draw kept
+    WITHOUT_REPLACEMENT = "without_replacement"  # sampled, in draw order (Gumbel top-k)
+    GREEDY_PLUS_ONE = "greedy_plus_one"  # one sample outside the top k-1, then the top k-1
+    RERANKED = "reranked"  # sampled, then reordered or pruned by the samples' own scores
+    FUSED = "fused"  # sampled, equal draws kept as a single trial
+    MERGED = "merged"  # nodes may hold draws of several drafters
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +37,7 @@ class Kind(enum.IntEnum):
 class Draws:
     """M trials a row, in the order in which they were drawn.
 
-    A node can hold several draws (equal i.i.d. draws, or equal paths of a merge); each stays one
-    trial.
+    A node can hold several draws (equal paths of a merge); each stays one trial.
 
     Attributes:
         child_BM: int32 node of each draw.
@@ -54,3 +67,50 @@ def point_mass(tree: TokenTree) -> Draws:
         jnp.zeros_like(child_BM),
         jnp.zeros((B, 0, 0), jnp.float32),
     )
+
+
+def drop_invalid(draws: Draws, tree: TokenTree) -> Draws:
+    """Turns draws of invalid nodes into padding.
+
+    Exact as long as nodes are cut by their depth or position alone, never by their tokens.
+    """
+    valid_BM = jnp.take_along_axis(tree.valid_BN, draws.child_BM, axis=1)
+    kind_BM = jnp.where(valid_BM, draws.kind_BM, Kind.PADDING.value)
+    return dataclasses.replace(draws, kind_BM=kind_BM)
+
+
+def merge_drawn(
+    trees: Sequence[TokenTree], drawn: Sequence[Draws]
+) -> tuple[TokenTree, Draws, jax.Array]:
+    """Merges trees and keeps every draw as a trial of its own.
+
+    Args:
+        trees: with equal roots.
+        drawn: the draws of each tree.
+
+    Returns:
+        The union, all draws in the order of the trees, and `merge`'s slot map.
+    """
+    merged, slot_BN = merge(trees)
+    columns: list[tuple[jax.Array, ...]] = []
+    base, q_base = 0, 0
+    vocab = max(draws.q_BQV.shape[2] for draws in drawn)
+    for tree, draws in zip(trees, drawn, strict=True):
+        # Node i >= 1 of this tree is node base + i of the join; all roots are node 0.
+        child_BM = jnp.take_along_axis(slot_BN, draws.child_BM + base, axis=1)
+        joined_BM = jnp.where(draws.parent_BM == 0, 0, draws.parent_BM + base)
+        parent_BM = jnp.take_along_axis(slot_BN, joined_BM, axis=1)
+        columns.append((child_BM, parent_BM, draws.kind_BM, draws.row_BM + q_base))
+        base += tree.size - 1
+        q_base += draws.q_BQV.shape[1]
+    joined = [jnp.concatenate(column, axis=1) for column in zip(*columns, strict=True)]
+    # Drafters without rows of q (point masses) come with vocabulary 0.
+    q_BQV = jnp.concatenate(
+        [
+            jnp.pad(draws.q_BQV, ((0, 0), (0, 0), (0, vocab - draws.q_BQV.shape[2])))
+            for draws in drawn
+        ],
+        axis=1,
+    )
+    child_BM = jnp.minimum(joined[0], merged.size - 1)
+    return merged, Draws(child_BM, joined[1], joined[2], joined[3], q_BQV), slot_BN

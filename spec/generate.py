@@ -22,13 +22,17 @@ from spec.decode import (
     start,
 )
 from spec.drafters.protocol import Drafter
+from spec.draws import Children
 from spec.metrics import Metrics
+from spec.sampling import GREEDY_BELOW, check_controls, rows
+from spec.verify import Rule, rule
+from spec.verify.rule import check_fit
 
 # With stop strings the host looks at the text after at most this many steps.
 SEGMENT = 16
 _EVER = np.int32(np.iinfo(np.int32).max)
 
-_start = jax.jit(start, static_argnames=("capacity", "out_size"))
+_start = jax.jit(start, static_argnames=("capacity", "out_size", "logprobs"))
 _advance = jax.jit(advance, donate_argnames=("state",))
 _traced_step = jax.jit(spec_step, donate_argnames=("state",))
 
@@ -45,7 +49,13 @@ class Request:
         max_length: most tokens of prompt and output together; None for the model's own limit.
         stop: strings that end a row; neither they nor anything after is returned.
         token_bytes: bytes of a token id, needed for `stop` (`Tokenizer.token_bytes`).
-        seed: of the random keys; row i is request number i.
+        temperature: 0 decodes greedily; more samples.
+        top_k: most probable tokens kept, 0 for all.
+        top_p: least probability kept, in (0, 1].
+        rule: name of the verification rule; None for the usual one of the drafter's children.
+        logprobs: return log-probabilities.
+        seed: of the random keys. A number: row i is request i of that seed. A tuple: one seed a
+            row, whose tokens then depend on nothing but it, the prompt and the settings.
         run_limit: most tokens a step may emit; None for as many as are accepted.
         reserve: tokens (prompt and output) to pad for at least, so that batches of different
             lengths share one compiled program.
@@ -57,7 +67,12 @@ class Request:
     max_length: int | None = None
     stop: tuple[str, ...] = ()
     token_bytes: Callable[[int], bytes] | None = None
-    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    rule: str | None = None
+    logprobs: bool = False
+    seed: int | tuple[int, ...] = 0
     run_limit: int | None = None
     reserve: int = 1
 
@@ -67,6 +82,9 @@ class Request:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens} must be 0 or more.")
         if self.stop and (self.token_bytes is None or "" in self.stop):
             raise ValueError(f"stop = {self.stop}: give token_bytes with it, and no empty string.")
+        check_controls(self.temperature, self.top_k, self.top_p)
+        if self.rule is not None:
+            rule(self.rule)
         if self.run_limit is not None and self.run_limit < 1:
             raise ValueError(f"run_limit = {self.run_limit} must be at least 1.")
 
@@ -80,19 +98,22 @@ class Completion:
             the tokens that begin before it.
         finish_reason: "eos", "length" (budget or the model's limit) or "stop".
         metrics: counts of the target steps that made these tokens.
+        logprobs: natural log-probability of each token under the target's own softmax (before
+            temperature, top-k and top-p); empty unless asked for.
         stop_bytes: with finish reason "stop", how many bytes of the tokens' text to keep.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: Literal["eos", "length", "stop"]
     metrics: Metrics
+    logprobs: tuple[float, ...] = ()
     stop_bytes: int | None = None
 
 
 def generate(
     target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
 ) -> list[Completion]:
-    """Continues every prompt greedily; the output is the target's, whatever the drafter.
+    """Continues every prompt; the output, or its distribution, is the target's own.
 
     One jitted `while_loop`, or segments of it where stop strings must be looked for. Batch,
     prompt length, budget and cache are rounded up to powers of two: one compiled program each.
@@ -193,9 +214,8 @@ def begin(
     needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
     capacity = round_up(max(needed, request.reserve), 64)
     check_room(capacity, needed)
-    key_B = jax.vmap(jax.random.fold_in, (None, 0))(
-        jax.random.key(request.seed), jnp.arange(B, dtype=jnp.int32)
-    )
+    verifier = _rule_of(drafter, request)
+    check_fit(verifier, drafter.children)
     pad = [0] * (B - len(prompts))
     state = _start(
         target,
@@ -203,13 +223,49 @@ def begin(
         token_BT,
         np.asarray(lengths + pad, np.int32),
         np.asarray(budgets + pad, np.int32),
-        key_B,
+        _row_keys(request.seed, len(prompts), B),
         capacity=capacity,
         out_size=round_up(max(budgets), 16),
+        logprobs=request.logprobs,
     )
     eos = [*request.eos_ids, *[-1] * (round_up(len(request.eos_ids), 4) - len(request.eos_ids))]
     run_limit = _EVER if request.run_limit is None else np.int32(request.run_limit)
-    return state, Settings(jnp.asarray(eos, jnp.int32), jnp.asarray(run_limit), vocab)
+    return state, Settings(
+        jnp.asarray(eos, jnp.int32),
+        jnp.asarray(run_limit),
+        rows(request.temperature, request.top_k, request.top_p, B),
+        vocab,
+        verifier,
+    )
+
+
+def _rule_of(drafter: Drafter, request: Request) -> Rule:
+    """Returns the rule asked for, or the usual one: greedy, or the best for such children."""
+    if request.rule is not None:
+        return rule(request.rule)
+    if request.temperature < GREEDY_BELOW:
+        return rule("greedy")
+    if drafter.children <= {Children.TOP_K}:
+        return rule("naive")
+    usual = {
+        Children.IID: "mss",
+        Children.WITHOUT_REPLACEMENT: "without_replacement",
+        Children.GREEDY_PLUS_ONE: "greedy_plus_one",
+    }
+    only = next(iter(drafter.children)) if len(drafter.children) == 1 else None
+    return rule(usual.get(only, "top_down") if only else "top_down")
+
+
+def _row_keys(seed: int | tuple[int, ...], rows: int, batch: int) -> jax.Array:
+    """Returns a key a row from (seed, request)."""
+    if isinstance(seed, int):
+        pairs = [(seed, row) for row in range(batch)]
+    elif len(seed) == rows:
+        pairs = [(each, 0) for each in (*seed, *[0] * (batch - rows))]
+    else:
+        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one seed, or one a prompt.")
+    seeds, requests = (jnp.asarray(column, jnp.uint32) for column in zip(*pairs, strict=True))
+    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(seeds, requests)
 
 
 def round_up(size: int, least: int) -> int:
@@ -291,8 +347,8 @@ class _StopScanner:
 
 
 def _completions(state: DecodeState, stops: _StopScanner) -> list[Completion]:
-    tokens, emitted, finish, record = jax.device_get(
-        (state.token_BE, state.emitted_B, state.finish_B, state.record_BER)
+    tokens, emitted, finish, record, logprob = jax.device_get(
+        (state.token_BE, state.emitted_B, state.finish_B, state.record_BER, state.logprob_BE)
     )
     out = []
     for row, cut in enumerate(stops.cut):
@@ -303,6 +359,7 @@ def _completions(state: DecodeState, stops: _StopScanner) -> list[Completion]:
                 tuple(tokens[row, :count].tolist()),
                 reason if cut is None else "stop",
                 Metrics.from_records(record[row, :count]),
+                tuple(logprob[row, :count].tolist()),
                 cut,
             )
         )

@@ -18,7 +18,7 @@ def start(drafter, histories, width=S):
     for row, history in enumerate(histories):
         token_BT[row, : len(history)] = history
     length_B = jnp.asarray([len(history) for history in histories], jnp.int32)
-    return drafter.init(jnp.asarray(token_BT), length_B, None, width)
+    return drafter.init(jnp.asarray(token_BT), length_B, None, width, drafter.depth + 1)
 
 
 @jax.jit
@@ -27,7 +27,7 @@ def _propose(drafter, state):
         state.token_BS, jnp.maximum(state.length_B - 1, 0)[:, None], axis=1
     )[:, 0]
     # The drafter looks at its own history and the root only.
-    return drafter.propose(state, View(root_B, None, None, None, None, None), None)[0]
+    return drafter.propose(state, View(root_B, None, None, None, None, None, None), None)[0]
 
 
 def drafts(drafter, *histories, state=None) -> list[list[tuple[int, ...]]]:

@@ -14,6 +14,8 @@ from models.transformer import Transformer, causal_mask
 from spec.decode import DecodeState, Settings, spec_step
 from spec.drafters import NGramDrafter, View
 from spec.generate import Request, begin, finish
+from spec.sampling import rows
+from spec.verify import RULES
 from tests import toys
 
 HISTORY = (7, 1, 5, 9, 1, 6, 3, 1, 6, 2, 7, 1)
@@ -25,8 +27,10 @@ def fields(kind: type) -> set[str]:
 
 def proposal(drafter: NGramDrafter) -> tuple[list[int], list[int]]:
     token_BT = jnp.asarray([HISTORY], jnp.int32)
-    state = drafter.init(token_BT, jnp.asarray([len(HISTORY)], jnp.int32), None, 16)
-    view = View(token_BT[:, -1], None, None, None, None, None)
+    state = drafter.init(
+        token_BT, jnp.asarray([len(HISTORY)], jnp.int32), None, 16, drafter.depth + 1
+    )
+    view = View(token_BT[:, -1], None, None, None, None, None, None)
     tree, _, _ = jax.jit(NGramDrafter.propose)(drafter, state, view, None)
     return tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()
 
@@ -61,6 +65,11 @@ REQUEST_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_length": (4, {}),
     "stop": (("bc",), {"token_bytes": LETTERS.get, "vocab_size": 11}),
     "token_bytes": (lambda i: b"c", {"token_bytes": LETTERS.get, "stop": ("c",), "vocab_size": 11}),
+    "temperature": (2.0, {"vocab_size": 11}),
+    "top_k": (1, {"vocab_size": 11, "temperature": 8.0}),
+    "top_p": (0.1, {"vocab_size": 11, "temperature": 8.0}),
+    "rule": ("top_down", {"vocab_size": 11, "temperature": 8.0}),
+    "logprobs": (True, {}),
     "seed": (1, {}),
     "run_limit": (1, {"vocab_size": 11}),
     "reserve": (100, {}),
@@ -93,6 +102,13 @@ SETTINGS_CHANGES: dict[str, Any] = {
     "eos_E": jnp.asarray([7], jnp.int32),
     "run_limit": jnp.asarray(1, jnp.int32),
     "vocab_size": 16,
+    "sampling": rows(50.0, 0, 1.0, 1),
+    "rule": RULES["naive"],
+}
+# What a change is made beside; one-row sampling of the default request is greedy.
+SETTINGS_BESIDE: dict[str, Any] = {
+    "sampling": {"rule": RULES["naive"]},
+    "rule": {"sampling": rows(50.0, 0, 1.0, 1)},
 }
 
 
@@ -116,7 +132,8 @@ def one_step():
 
 @pytest.mark.parametrize("field", SETTINGS_CHANGES)
 def test_settings(one_step, field):
-    one, other = one_step(), one_step(**{field: SETTINGS_CHANGES[field]})
+    beside = SETTINGS_BESIDE.get(field, {})
+    one, other = one_step(**beside), one_step(**beside, **{field: SETTINGS_CHANGES[field]})
     assert one.token_BE.tolist() != other.token_BE.tolist()
 
 

@@ -8,13 +8,13 @@ import pytest
 from spec.merge import merge
 from spec.tree import TokenTree, ancestor_mask
 from spec.tree_shapes import TreeShape, expansion
-from spec.verify import accept_greedy, best_token
+from spec.verify import Greedy, best_token
 from tests import toys
 
 
 @jax.jit
 def accept(tree, logits_BNV):
-    return accept_greedy(tree, ancestor_mask(tree), logits_BNV, tree.size)
+    return Greedy().accept(tree, ancestor_mask(tree), best_token(logits_BNV), tree.size)
 
 
 def one_hot(best_BN: np.ndarray, vocab: int) -> jax.Array:

@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from models.transformer import Transformer, causal_mask
 from spec.drafters import RootDrafter, ScriptedDrafter
 from spec.drafters.protocol import Drafter, Step, View
-from spec.draws import Draws
+from spec.draws import Children, Draws
 from spec.generate import Request, generate, round_up
 from spec.tree import TokenTree, limit_depth
 from spec.tree_shapes import TreeShape, expansion
@@ -276,6 +276,10 @@ class Limited:
     @property
     def buckets(self) -> tuple[int, ...]:
         return self.inner.buckets
+
+    @property
+    def children(self) -> frozenset[Children]:
+        return self.inner.children
 
     def init(self, *args: Any) -> Any:
         return self.inner.init(*args)

@@ -1,5 +1,6 @@
 """Who proposes continuations? Implementations of one protocol."""
 
+from spec.drafters.ensemble import EnsembleDrafter
 from spec.drafters.model import ModelDrafter
 from spec.drafters.ngram import NGramDrafter
 from spec.drafters.protocol import Drafter, Step, View
@@ -8,6 +9,7 @@ from spec.drafters.scripted import ScriptedDrafter
 
 __all__ = [
     "Drafter",
+    "EnsembleDrafter",
     "ModelDrafter",
     "NGramDrafter",
     "RootDrafter",

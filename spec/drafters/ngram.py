@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spec.drafters.protocol import Step, View
-from spec.draws import Draws, point_mass
+from spec.draws import Children, Draws, point_mass
 from spec.merge import same_path
 from spec.tree import TokenTree, compact, emitted_tokens
 
@@ -69,8 +69,18 @@ class NGramDrafter:
         """`sizes`."""
         return self.sizes
 
+    @property
+    def children(self) -> frozenset[Children]:
+        """Deterministic: a lookup."""
+        return frozenset({Children.TOP_K})
+
     def init(
-        self, token_BT: jax.Array, length_B: jax.Array, hidden_BTD: jax.Array, capacity: int
+        self,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        hidden_BTD: jax.Array,
+        capacity: int,
+        path_size: int,
     ) -> History:
         """Copies the prompt into a buffer of `capacity` tokens."""
         B, T = token_BT.shape

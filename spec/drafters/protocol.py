@@ -15,7 +15,8 @@ import jax
 
 from models.kv_cache import KVCache
 from models.transformer import Transformer
-from spec.draws import Draws
+from spec.draws import Children, Draws
+from spec.sampling import Sampling
 from spec.tree import TokenTree
 
 
@@ -31,6 +32,8 @@ class View:
         active_B: bool, False for rows that are finished or padding: propose anything, cheaply.
         target: the target's weights (an early-exit drafter runs some of its layers).
         cache: the target's committed K/V.
+        sampling: temperature, top-k and top-p of each row; sampled children come from q shaped by
+            the same controls as p.
     """
 
     root_B: jax.Array
@@ -39,12 +42,13 @@ class View:
     active_B: jax.Array
     target: Transformer
     cache: KVCache
+    sampling: Sampling
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What happened to a proposal. P = drafter depth + 1.
+    """What happened to a proposal. P = depth + 1 of the whole tree.
 
     Attributes:
         node_BP: int32, slots (of this drafter's own tree) of the root and the accepted drafts; N
@@ -70,6 +74,7 @@ class Drafter(Protocol):
         depth: deepest node it may propose; static.
         buckets: ascending tree sizes to compile the target pass for; the last is N. A step uses
             the smallest that holds the valid nodes of every row; static.
+        children: how it chooses children, which decides the rules that stay exact; static.
     """
 
     @property
@@ -82,8 +87,18 @@ class Drafter(Protocol):
         """See the class."""
         ...
 
+    @property
+    def children(self) -> frozenset[Children]:
+        """See the class."""
+        ...
+
     def init(
-        self, token_BT: jax.Array, length_B: jax.Array, hidden_BTD: jax.Array, capacity: int
+        self,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        hidden_BTD: jax.Array,
+        capacity: int,
+        path_size: int,
     ) -> Any:
         """Returns the state before the first proposal.
 
@@ -92,6 +107,7 @@ class Drafter(Protocol):
             length_B: int32, tokens of each prompt, >= 1 (0 for a padding row).
             hidden_BTD: the target's final-norm output at prompt[:-1]; zeros elsewhere.
             capacity: most tokens (prompt and output) a row can reach.
+            path_size: P of every step to come; depth + 1, or more beside deeper drafters.
         """
         ...
 
@@ -101,7 +117,7 @@ class Drafter(Protocol):
         Args:
             state: from `init` or `observe`.
             view: see `View`.
-            key_B: one random key a row, from (seed, request, position of the root).
+            key_B: one random key a row, from (seed, request, position of the root, drafting).
         """
         ...
 

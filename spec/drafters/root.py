@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from spec.drafters.protocol import Step, View
-from spec.draws import Draws, point_mass
+from spec.draws import Children, Draws, point_mass
 from spec.tree import TokenTree, root_only
 
 
@@ -24,8 +24,18 @@ class RootDrafter:
         """One slot."""
         return (1,)
 
+    @property
+    def children(self) -> frozenset[Children]:
+        """None."""
+        return frozenset()
+
     def init(
-        self, token_BT: jax.Array, length_B: jax.Array, hidden_BTD: jax.Array, capacity: int
+        self,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        hidden_BTD: jax.Array,
+        capacity: int,
+        path_size: int,
     ) -> tuple[()]:
         """No state."""
         return ()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spec.drafters.protocol import Step, View
-from spec.draws import Draws, point_mass
+from spec.draws import Children, Draws, point_mass
 from spec.tree import TokenTree
 from spec.tree_shapes import TreeShape
 
@@ -47,8 +47,18 @@ class ScriptedDrafter:
         """The shape's size."""
         return (self.shape.size,)
 
+    @property
+    def children(self) -> frozenset[Children]:
+        """Deterministic."""
+        return frozenset({Children.TOP_K})
+
     def init(
-        self, token_BT: jax.Array, length_B: jax.Array, hidden_BTD: jax.Array, capacity: int
+        self,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        hidden_BTD: jax.Array,
+        capacity: int,
+        path_size: int,
     ) -> tuple[()]:
         """No state: a position is all it needs."""
         return ()

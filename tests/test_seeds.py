@@ -1,0 +1,77 @@
+"""Randomness depends on (seed, request, position) alone (HO-11)."""
+
+import dataclasses
+
+import pytest
+
+from spec.drafters import ModelDrafter, NGramDrafter
+from spec.draws import Children
+from spec.generate import Request, generate, stream
+from spec.tree_shapes import expansion
+from tests.toys import PLAIN, tiny
+
+PROMPT, OTHER = [5, 9, 60], [3, 3, 17, 40, 8]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(0)
+
+
+@pytest.fixture(scope="module")
+def drafters(target):
+    draft = tiny(1)
+    model = [
+        ModelDrafter(draft, expansion((2, 1)), 97, how)
+        for how in (Children.IID, Children.WITHOUT_REPLACEMENT)
+    ]
+    return [PLAIN, NGramDrafter(), *model]
+
+
+def request(seed, **more):
+    return Request(16, temperature=1.5, seed=seed, **more)
+
+
+def test_same_tokens_alone_and_in_any_row(target, drafters):
+    for drafter in drafters:
+        alone = generate(target, drafter, [PROMPT], request((7,)))[0].token_ids
+        first = generate(target, drafter, [PROMPT, OTHER, OTHER], request((7, 1, 2)))
+        last = generate(target, drafter, [OTHER, OTHER, OTHER, PROMPT], request((1, 2, 3, 7)))
+        assert first[0].token_ids == alone
+        assert last[3].token_ids == alone
+
+
+def test_streamed_or_not(target, drafters):
+    for drafter in drafters:
+        whole = generate(target, drafter, [PROMPT, OTHER], request(7))
+        *_, last = stream(target, drafter, [PROMPT, OTHER], request(7), steps=1)
+        assert [c.token_ids for c in last] == [c.token_ids for c in whole]
+
+
+def test_point_mass_tokens_do_not_depend_on_the_tree(target, drafters):
+    """`naive` draws y ~ p with the key of y's position: any drafter, the same text."""
+    want = generate(target, PLAIN, [PROMPT, OTHER], request(7, rule="naive"))
+    for drafter in drafters[1:]:
+        got = generate(target, drafter, [PROMPT, OTHER], request(7, rule="naive"))
+        assert [c.token_ids for c in got] == [c.token_ids for c in want]
+
+
+def test_other_seeds_differ(target, drafters):
+    for drafter in drafters:
+        done = generate(target, drafter, [PROMPT] * 20, request(tuple(range(20))))
+        assert len({c.token_ids for c in done}) >= 15
+        # One seed, twenty requests: they differ as well.
+        done = generate(target, drafter, [PROMPT] * 20, request(0))
+        assert len({c.token_ids for c in done}) >= 15
+
+
+def test_wrong_number_of_seeds_is_refused(target):
+    with pytest.raises(ValueError, match="2 seeds for 1 prompts"):
+        generate(target, PLAIN, [PROMPT], request((1, 2)))
+
+
+def test_greedy_ignores_the_seed(target):
+    cold = dataclasses.replace(request(0), temperature=0.0)
+    a = generate(target, PLAIN, [PROMPT], cold)
+    b = generate(target, PLAIN, [PROMPT], dataclasses.replace(cold, seed=9))
+    assert a[0].token_ids == b[0].token_ids
