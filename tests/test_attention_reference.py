@@ -16,7 +16,7 @@ WIDTHS, HEADS = (16, 64, 80, 128), ((6, 2), (7, 1), (12, 4), (28, 4))
 EVERY = list(itertools.product(QUERIES, KV, WIDTHS, HEADS))
 # Ten of the 320, in which every value occurs at least twice.
 SOME = [(QUERIES[i % 4], KV[i % 5], WIDTHS[i // 2 % 4], HEADS[(i + i // 4) % 4]) for i in range(10)]
-attend = toys.quick(tree_attention)
+attend = jax.jit(tree_attention)
 
 
 def dense(q_BNHA, k_BKSA, v_BKSA, length_B, tree_k_BMKA, tree_v_BMKA, mask_BNM) -> np.ndarray:
@@ -60,10 +60,10 @@ def inputs(rng, N, S, A, H, K, M=None, dtype=jnp.float32, batch=3):
     )
 
 
-def check(case, dtype, tolerance, run=attend):
+def check(case, dtype, tolerance):
     N, S, A, (H, K) = case
     args = inputs(np.random.default_rng(N * 1000 + S), N, S, A, H, K, dtype=dtype)
-    out = run(*args)
+    out = attend(*args)
     assert out.dtype == dtype
     np.testing.assert_allclose(
         np.asarray(out, np.float64), dense(*args), rtol=tolerance, atol=tolerance
@@ -92,8 +92,8 @@ def test_bfloat16_equals_dense_float64(case):
 def test_every_shape(N, S):
     for case in EVERY:
         if case[:2] == (N, S):
-            check(case, jnp.float32, 1e-5, jax.jit(tree_attention))
-            check(case, jnp.bfloat16, 2e-2, jax.jit(tree_attention))
+            check(case, jnp.float32, 1e-5)
+            check(case, jnp.bfloat16, 2e-2)
 
 
 def test_without_a_cache():
@@ -137,7 +137,7 @@ def test_gradient_is_finite_where_a_query_sees_nothing():
         return jnp.sum(jnp.sin(out))
 
     arrays = [args[i] for i in (0, 1, 2, 4, 5)]
-    grads = toys.quick(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*arrays)
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*arrays)
     for grad in grads:
         assert np.isfinite(grad).all()
     assert not np.asarray(grads[0][0, 0]).any(), "what sees nothing has no gradient"

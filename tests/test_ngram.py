@@ -1,5 +1,6 @@
 """The n-gram drafter: exact trees for known histories, its state, and HO-04."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def start(drafter, histories, width=S):
     return drafter.init(jnp.asarray(token_BT), length_B, None, width, drafter.depth + 1)
 
 
-@toys.quick
+@jax.jit
 def _propose(drafter, state):
     root_B = jnp.take_along_axis(
         state.token_BS, jnp.maximum(state.length_B - 1, 0)[:, None], axis=1

@@ -31,7 +31,7 @@ def proposal(drafter: NGramDrafter) -> tuple[list[int], list[int]]:
         token_BT, jnp.asarray([len(HISTORY)], jnp.int32), None, 16, drafter.depth + 1
     )
     view = View(token_BT[:, -1], None, None, None, None, None, None)
-    tree, _, _ = toys.quick(NGramDrafter.propose)(drafter, state, view, None)
+    tree, _, _ = jax.jit(NGramDrafter.propose)(drafter, state, view, None)
     return tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()
 
 
@@ -122,7 +122,7 @@ def one_step():
     model = toys.chain11(16)
     drafter = toys.scripted([(2, *toys.chain11_greedy(2, 60))], toys.chain(2), 16)
     state, settings = begin(model, drafter, [[2]], Request(6, vocab_size=11))
-    step = toys.quick(spec_step)
+    step = jax.jit(spec_step)
 
     def run(**changes: Any) -> DecodeState:
         return step(model, drafter, state, dataclasses.replace(settings, **changes))[0]
@@ -163,7 +163,7 @@ def logits(model: Transformer) -> np.ndarray:
     return np.asarray(_forward(model, token_BT, position_BT))
 
 
-@toys.quick
+@jax.jit
 def _forward(model: Transformer, token_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
     return model(token_BT, position_BT, causal_mask(1, 4)).logits_BNV
 

@@ -58,7 +58,7 @@ def test_drawn_tree_is_the_drawing():
 @pytest.mark.parametrize(("size", "padding"), [(1, 0), (2, 0), (3, 1), (16, 0), (33, 9)])
 def test_mask_equals_a_walk_by_parent_pointers(size, padding):
     tree = toys.random_tree(np.random.default_rng(size), size, 5, batch=16, padding=padding)
-    mask = np.asarray(toys.quick(ancestor_mask)(tree))
+    mask = np.asarray(jax.jit(ancestor_mask)(tree))
     np.testing.assert_array_equal(mask, walked_mask(tree))
     real = size - padding
     assert not mask[:, :real, real:].any(), "a node sees padding"
@@ -70,7 +70,7 @@ def test_mask_of_a_chain_is_causal(size):
     """The longest walks: log2(N) doublings must reach the root."""
     index = jnp.arange(size, dtype=jnp.int32)[None]
     tree = TokenTree(index, jnp.maximum(index - 1, 0), index, jnp.ones((1, size), jnp.bool_))
-    np.testing.assert_array_equal(toys.quick(ancestor_mask)(tree)[0], np.tri(size, dtype=bool))
+    np.testing.assert_array_equal(jax.jit(ancestor_mask)(tree)[0], np.tri(size, dtype=bool))
 
 
 def test_a_node_of_depth_d_needs_room_for_d_plus_one_tokens():
@@ -92,7 +92,7 @@ def test_compaction_keeps_paths_and_order(size):
         for i in range(1, 12):
             keep_BN[b, i] &= keep_BN[b, int(tree.parent_BN[b, i])]
             keep_BN[b, i] &= keep_BN[b, :i].sum() < size
-    small, slot_BN = toys.quick(compact, static_argnums=2)(tree, jnp.asarray(keep_BN), size)
+    small, slot_BN = jax.jit(compact, static_argnums=2)(tree, jnp.asarray(keep_BN), size)
     assert small.size == size
     for b in range(32):
         kept = np.flatnonzero(keep_BN[b])

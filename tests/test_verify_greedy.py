@@ -12,7 +12,7 @@ from spec.verify import Greedy, best_token
 from tests import toys
 
 
-@toys.quick
+@jax.jit
 def accept(tree, logits_BNV):
     return Greedy().accept(tree, ancestor_mask(tree), best_token(logits_BNV), tree.size)
 
@@ -81,7 +81,7 @@ def test_equal_siblings_give_what_their_merge_gives():
     best_BN = np.array([[0, 1, 1, 4, 9]])
     unmerged = accept(tree, one_hot(best_BN, 11))
     assert unmerged.node_BP[0].tolist() == [0, 2, 3, 4, 5]
-    merged, slot_BN = toys.quick(merge)((tree,))
+    merged, slot_BN = jax.jit(merge)((tree,))
     best_of_slot = np.zeros((1, 5), np.int32)
     best_of_slot[0, np.asarray(slot_BN[0])] = best_BN[0]
     fused = accept(merged, one_hot(best_of_slot, 11))

@@ -31,14 +31,6 @@ Continuation = tuple[tuple[int, ...], str]
 
 VOCAB1, VOCAB2 = 11, 97
 PLAIN = RootDrafter()
-# `jit` for what is compiled once and run on tiny arrays: a quarter of the compile time.
-quick = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_use_fusion_emitters": False,
-    },
-)
 # Least distance of the best from the second logit at which "the" greedy token is well defined.
 MARGIN = 1e-3
 # 11 nodes whose leaves lie at depths 1, 2, 3 and 4; a rank is not what a slot would suggest.
@@ -146,7 +138,7 @@ def tiny(
     return build(tiny_config(**changes), read, dtype)
 
 
-@functools.partial(quick, static_argnames=("vocab",))
+@functools.partial(jax.jit, static_argnames=("vocab",))
 def _uncached(
     model: Transformer, token_BT: jax.Array, length_B: jax.Array, n: jax.Array, vocab: int
 ) -> tuple[jax.Array, jax.Array]:
