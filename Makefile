@@ -11,7 +11,7 @@ demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, 
 	$(BIN)/python -m experiments.generate --out out/demo
 
 test: lint  ## Format, lint, types, fast tests.
-	$(PYTEST) -q -n 2 --dist worksteal tests
+	$(PYTEST) -q -n 2 --dist loadscope tests
 
 lint: .venv/ready
 	$(BIN)/ruff format --check --quiet .
