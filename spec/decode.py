@@ -179,7 +179,10 @@ def spec_step(
     bonus_B = jnp.take_along_axis(emitted_BP, last_B1, axis=1)[:, 0]
 
     record_B1R = step_record(tree, emitted_BP[:, 0], accepted.count_B, count_B)[:, None, :]
-    step = Step(accepted.node_BP, token_BP, count_B, verified.hidden_BPD, bonus_B)
+    # N past the path, whatever the bucket and the cut.
+    on_path_BP = jnp.arange(token_BP.shape[1], dtype=jnp.int32)[None, :] < count_B[:, None]
+    node_BP = jnp.where(on_path_BP, accepted.node_BP, tree.size)
+    step = Step(node_BP, token_BP, count_B, verified.hidden_BPD, bonus_B)
     new = DecodeState(
         cache=commit(state.cache, verified.path_kv, count_B),
         root_B=jnp.where(count_B > 0, bonus_B, state.root_B),
@@ -196,7 +199,7 @@ def spec_step(
         ),
         record_BER=_append(state.record_BER, record_B1R, state.emitted_B, jnp.minimum(count_B, 1)),
     )
-    return new, Trace(tree, Accepted(accepted.node_BP, count_B, bonus_B))
+    return new, Trace(tree, Accepted(node_BP, count_B, bonus_B))
 
 
 def _verify(

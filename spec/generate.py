@@ -202,8 +202,9 @@ def begin(
     target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
 ) -> tuple[DecodeState, Settings]:
     """Checks and pads the prompts and prefills them; see `generate` for the arguments."""
-    limit = request.max_length or target.config.max_positions
-    vocab = request.vocab_size or target.config.vocab_size
+    config = target.config
+    limit = config.max_positions if request.max_length is None else request.max_length
+    vocab = config.vocab_size if request.vocab_size is None else request.vocab_size
     _check(target, prompts, limit, vocab)
     lengths = [len(prompt) for prompt in prompts]
     budgets = [min(request.max_new_tokens, limit - length) for length in lengths]

@@ -10,9 +10,9 @@ from models.transformer import Transformer, causal_mask
 from spec.tree_shapes import expansion
 from tests import toys
 
-PROMPTS = [[1, 2, 3], [5], list(range(20, 50)), [96, 0]]
+PROMPTS = [[5], list(range(20, 50))]
 N = 200
-SHAPES = (toys.UNBALANCED, expansion((2, 2)))
+ONE, OTHER = toys.UNBALANCED, expansion((2, 2))
 
 
 def perfect(sequences, shape):
@@ -24,14 +24,14 @@ def perfect(sequences, shape):
     return toys.scripted(sequences, shape, 97, rank=[ranks] * len(sequences), width=256)
 
 
-def test_float32_is_exact_for_200_tokens():
-    """Plain, two trees and the uncached oracle say the same."""
+@pytest.mark.parametrize("shape", [ONE, pytest.param(OTHER, marks=pytest.mark.slow)])
+def test_float32_is_exact_for_200_tokens(shape):
+    """Plain, trees and the uncached oracle say the same."""
     model = toys.tiny()
     want = toys.plain_uncached(model, PROMPTS, N)
     assert toys.decode(model, toys.PLAIN, PROMPTS, N) == want
     sequences = [(*row, *tokens) for row, (tokens, _) in zip(PROMPTS, want, strict=True)]
-    for shape in SHAPES:
-        assert toys.decode(model, perfect(sequences, shape), PROMPTS, N) == want
+    assert toys.decode(model, perfect(sequences, shape), PROMPTS, N) == want
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,7 @@ def test_the_policy_would_catch_a_wrong_token(half):
     assert np.mean(np.array(margins) > ULPS) > 0.6
 
 
+@pytest.mark.slow
 def test_bfloat16_tree_differs_from_plain_only_at_narrow_choices(half):
     """At the first difference between tree and plain the float32 margin is small."""
     low, exact = half
@@ -104,7 +105,7 @@ def test_bfloat16_in_one_block_and_in_single_steps(half):
     """The same prefix as 1 x n and n x 1, no drafter: the best token flips at narrow choices only.
 
     A rounded activation is off by half an ulp many times over, so one ulp is not enough as a bound:
-    jax 0.10.2 on a CPU flips 68 of 4096 choices, 13 of them wider than one ulp, none than three.
+    jax 0.10.2 on a CPU flips 68 of 4096 choices, 12 of them wider than one ulp, none than 2.4.
     """
     low, exact = half
     token_BT = np.random.default_rng(0).integers(0, 97, (64, 64)).astype(np.int32)

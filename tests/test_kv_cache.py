@@ -59,7 +59,7 @@ def test_commit_appends_behind_each_length(lengths, counts, after):
     """Overflow is dropped: not wrapped to slot 0, not clamped onto the last slot."""
     rng = np.random.default_rng(0)
     cache, path = random_cache(rng, lengths), random_path(rng)
-    new = jax.jit(commit)(cache, path, jnp.asarray(counts, jnp.int32))
+    new = toys.quick(commit)(cache, path, jnp.asarray(counts, jnp.int32))
     assert new.length_B.tolist() == after
     for got, wanted in zip((*new.k_BKSA, *new.v_BKSA), committed(cache, path, counts), strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -90,7 +90,7 @@ def test_insert_replaces_one_row():
     rng = np.random.default_rng(3)
     cache = random_cache(rng, [1, 2, 3, 4])
     other = jax.tree.map(lambda x: x[:1], random_cache(rng, [9, 0, 0, 0]))
-    new = jax.jit(insert)(cache, jnp.int32(2), other)
+    new = toys.quick(insert)(cache, jnp.int32(2), other)
     assert new.length_B.tolist() == [1, 2, 9, 4]
     for got, old, row in zip(
         jax.tree.leaves(new), jax.tree.leaves(cache), jax.tree.leaves(other), strict=True
@@ -130,9 +130,9 @@ def test_chunks_equal_one_pass(model, lengths):
     """Prompts beyond one chunk, up to its edge, of one token, and a padding row."""
     T, capacity = 2 * CHUNK, 320
     token_BT = np.random.default_rng(4).integers(0, 97, (4, T)).astype(np.int32)
-    run = jax.jit(prefill, static_argnums=3)
+    run = toys.quick(prefill, static_argnums=3)
     cache, hidden_BTD = run(model, token_BT, np.asarray(lengths, np.int32), capacity)
-    whole_BTD, tree_kv = jax.jit(one_pass)(model, token_BT)
+    whole_BTD, tree_kv = toys.quick(one_pass)(model, token_BT)
     wanted = [max(length - 1, 0) for length in lengths]  # the last token is the first root
     assert cache.length_B.tolist() == wanted
     for row, count in enumerate(wanted):

@@ -111,7 +111,7 @@ def check_drafter(model: Transformer, drafter: Drafter) -> int:
 
 
 def test_ngram_drafter():
-    drafter = NGramDrafter(window=3, min_match=1, matches=2, depth=4, sizes=(1, 8))
+    drafter = NGramDrafter(window=3, min_match=1, matches=2, depth=4, sizes=(8,))
     assert check_drafter(target(tied=False), drafter) > 10
 
 

@@ -13,7 +13,7 @@ from spec.tree import TokenTree
 from tests import toys
 
 SIZES = (7, 5, 4)
-_merge, _join, _same_path = map(jax.jit, (merge, join, same_path))
+_merge, _join, _same_path = map(toys.quick, (merge, join, same_path))
 
 
 @st.composite

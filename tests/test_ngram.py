@@ -1,6 +1,5 @@
 """The n-gram drafter: exact trees for known histories, its state, and HO-04."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def start(drafter, histories, width=S):
     return drafter.init(jnp.asarray(token_BT), length_B, None, width, drafter.depth + 1)
 
 
-@jax.jit
+@toys.quick
 def _propose(drafter, state):
     root_B = jnp.take_along_axis(
         state.token_BS, jnp.maximum(state.length_B - 1, 0)[:, None], axis=1
@@ -35,10 +34,10 @@ def drafts(drafter, *histories, state=None) -> list[list[tuple[int, ...]]]:
     tree = _propose(drafter, start(drafter, histories) if state is None else state)
     assert tree.size == drafter.buckets[-1]
     out = []
-    for row, length in enumerate(tree.valid_BN.sum(axis=1)):
-        assert tree.valid_BN[row, :length].all(), "valid slots come first"
+    for row, length in enumerate(np.asarray(tree.valid_BN).sum(axis=1)):
+        assert np.asarray(tree.valid_BN)[row, :length].all(), "valid slots come first"
         spelled = toys.paths(tree, row)
-        depth = np.asarray(tree.depth_BN[row])
+        depth = np.asarray(tree.depth_BN)[row]
         assert all(len(path) == depth[i] + 1 for i, path in spelled.items())
         out.append([path[1:] for i, path in spelled.items() if i])
     return out
@@ -117,7 +116,7 @@ def test_each_setting(drafter, history, expected):
     assert drafts(drafter, history) == [expected]
 
 
-@pytest.mark.parametrize("settings", [(3, 1, 4, 4, 8), (1, 1, 8, 3, 4), (4, 2, 3, 5, 24)], ids=str)
+@pytest.mark.parametrize("settings", [(3, 1, 4, 4, 8), (4, 2, 3, 5, 24)], ids=str)
 def test_random_histories_follow_the_documented_rule(settings):
     """Two and three letters, so that matches of all lengths, fusions and ties are everywhere."""
     window, min_match, matches, depth, size = settings
@@ -189,7 +188,7 @@ def test_short_histories_in_one_batch():
     items = list(stream(model, SMALL, prompts, Request(20)))
     first = [completion.metrics.proposed_nodes for completion in items[0]]
     assert first == [0, 0, 2, 0]
-    want = toys.plain_uncached(model, prompts, 20)
-    assert [(done.token_ids, done.finish_reason) for done in items[-1]] == want
+    want = [toys.chain11_greedy(prompt[-1], 20) for prompt in prompts]
+    assert [done.token_ids for done in items[-1]] == want
     # Every cycle has five tokens: once it has been seen, whole continuations are copied.
     assert all(completion.metrics.steps < 12 for completion in items[-1])

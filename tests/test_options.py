@@ -31,7 +31,7 @@ def proposal(drafter: NGramDrafter) -> tuple[list[int], list[int]]:
         token_BT, jnp.asarray([len(HISTORY)], jnp.int32), None, 16, drafter.depth + 1
     )
     view = View(token_BT[:, -1], None, None, None, None, None, None)
-    tree, _, _ = jax.jit(NGramDrafter.propose)(drafter, state, view, None)
+    tree, _, _ = toys.quick(NGramDrafter.propose)(drafter, state, view, None)
     return tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()
 
 
@@ -59,18 +59,18 @@ BASE_REQUEST: dict[str, Any] = {"max_new_tokens": 6}
 LETTERS = {7: b"a", 0: b"b", 1: b"c", 4: b"d", 2: b"e"}
 # Field -> what it is changed to, and the values besides which it matters.
 REQUEST_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "max_new_tokens": (5, {}),
+    "max_new_tokens": (5, {"vocab_size": 11}),
     "eos_ids": ((1,), {"vocab_size": 11}),
     "vocab_size": (11, {}),
-    "max_length": (4, {}),
+    "max_length": (4, {"vocab_size": 11}),
     "stop": (("bc",), {"token_bytes": LETTERS.get, "vocab_size": 11}),
     "token_bytes": (lambda i: b"c", {"token_bytes": LETTERS.get, "stop": ("c",), "vocab_size": 11}),
     "temperature": (2.0, {"vocab_size": 11}),
     "top_k": (1, {"vocab_size": 11, "temperature": 8.0}),
     "top_p": (0.1, {"vocab_size": 11, "temperature": 8.0}),
     "rule": ("top_down", {"vocab_size": 11, "temperature": 8.0}),
-    "logprobs": (True, {}),
-    "seed": (1, {}),
+    "logprobs": (True, {"vocab_size": 11}),
+    "seed": (1, {"vocab_size": 11}),
     "run_limit": (1, {"vocab_size": 11}),
     "reserve": (100, {}),
 }
@@ -122,7 +122,7 @@ def one_step():
     model = toys.chain11(16)
     drafter = toys.scripted([(2, *toys.chain11_greedy(2, 60))], toys.chain(2), 16)
     state, settings = begin(model, drafter, [[2]], Request(6, vocab_size=11))
-    step = jax.jit(spec_step)
+    step = toys.quick(spec_step)
 
     def run(**changes: Any) -> DecodeState:
         return step(model, drafter, state, dataclasses.replace(settings, **changes))[0]
@@ -163,7 +163,7 @@ def logits(model: Transformer) -> np.ndarray:
     return np.asarray(_forward(model, token_BT, position_BT))
 
 
-@jax.jit
+@toys.quick
 def _forward(model: Transformer, token_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
     return model(token_BT, position_BT, causal_mask(1, 4)).logits_BNV
 

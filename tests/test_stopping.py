@@ -1,19 +1,19 @@
 """End of sequence, budgets and the first draft: HO-01, HO-02, HO-03."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec.decode import EOS, LENGTH, advance
+from spec.decode import EOS, LENGTH, spec_step
 from spec.drafters import NGramDrafter
-from spec.generate import Request, begin, generate, stream, trace
+from spec.generate import Request, begin, generate, stream
 from tests import toys
 
 CYCLE = toys.chain11_greedy(2, 60)  # 7 0 1 4 2 7 ...
 NGRAM = NGramDrafter(window=3, matches=2, depth=4, sizes=(1, 8))
 # The path to the deepest leaf of UNBALANCED, by ranks.
 DEEP = (2, 1, 1, 0)
+one_step = toys.quick(spec_step)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,6 @@ KS = (0, 1, 2, 3, 4, 5, 6)
 
 def test_the_table(model):
     assert CYCLE[:10] == (7, 0, 1, 4, 2, 7, 0, 1, 4, 2)  # as cases.md writes it
-    assert toys.decode(model, toys.PLAIN, [[2]], 8) == [((7, 0, 1, 4, 2, 7, 0, 1), "length")]
     assert toys.plain_uncached(model, [[2], [3]], 5) == [
         ((7, 0, 1, 4, 2), "length"),
         ((10, 9, 6, 8, 3), "length"),
@@ -60,7 +59,8 @@ def test_nothing_after_eos_stays_in_the_state(model):
     """HO-01(a): the cache ends where the output ends, its last token being the next root."""
     request = Request(8, (1,))
     state, settings = begin(model, perfect(KS), [[2]] * 7, request)
-    end = jax.jit(advance)(model, perfect(KS), state, settings, np.int32(100))
+    for _ in range(3):
+        end = state = one_step(model, perfect(KS), state, settings)[0]
     assert end.emitted_B.tolist() == [3] * 7 + [0]
     assert end.cache.length_B.tolist() == [3] * 7 + [0]  # the prompt 2, then 7 and 0
     assert end.root_B.tolist() == [1] * 7 + [0]
@@ -94,15 +94,28 @@ def test_exactly_the_budget(model, n):
         assert counts.accepted == counts.proposed_depth == n - counts.steps
 
 
+def test_past_the_path_stands_n(model):
+    """As `Step` says, in a small bucket and after a cut: an ensemble looks these ids up."""
+    state, settings = begin(model, NGRAM, [[3, 10, 5]], Request(8))  # no match: bucket 1 of 8
+    node_BP = toys.quick(spec_step)(model, NGRAM, state, settings)[1].accepted.node_BP
+    assert node_BP.tolist() == [[0, 8, 8, 8, 8]]
+    state, settings = begin(model, perfect(KS), [[2]] * 7, Request(8, (1,)))
+    node_BP = one_step(model, perfect(KS), state, settings)[1].accepted.node_BP
+    # EOS is the third token: at most the root and two drafts are on the path.
+    wanted = [[node if node <= min(k, 2) else 7 for node in range(7)] for k in KS]
+    assert node_BP.tolist() == [*wanted, [7] * 7]
+
+
 def test_no_draft_deeper_than_the_room_left(model):
     """HO-02, looked at node by node: with room r drafts have depth <= r - 1."""
-    tree = toys.scripted([(2, *CYCLE)], toys.UNBALANCED, 11, rank=[DEEP])
-    room = 7
-    for step in trace(model, tree, [[2]], Request(7)):
-        depth = np.asarray(step.tree.depth_BN)[np.asarray(step.tree.valid_BN)]
-        assert depth.max() == min(4, room - 1)
-        room -= int(step.accepted.count_B[0])
-    assert room == 0
+    state, settings = begin(model, perfect(KS), [[2]] * 7, Request(8))
+    room_B = np.array([8] * 7 + [0])
+    for _ in range(8):
+        state, step = one_step(model, perfect(KS), state, settings)
+        depth_B = np.where(step.tree.valid_BN, step.tree.depth_BN, 0).max(axis=1)
+        np.testing.assert_array_equal(depth_B, np.clip(room_B - 1, 0, [*KS, 0]))
+        room_B -= np.asarray(step.accepted.count_B)
+    assert not room_B.any()
 
 
 def test_the_first_draft_is_verified(model):
@@ -112,8 +125,10 @@ def test_the_first_draft_is_verified(model):
 
 def test_a_single_wrong_draft_is_never_kept(model):
     """HO-03: with k = 1 each round accepts nothing and emits one token."""
-    wrong = toys.scripted([(2, *CYCLE)], toys.chain(1), 11, right=0)
-    completion = generate(model, wrong, [[2]], Request(6))[0]
+    wrong = toys.Limited(
+        toys.scripted([(2, *CYCLE)] * 8, toys.chain(6), 11, right=0), jnp.ones(8, jnp.int32)
+    )
+    completion = generate(model, wrong, [[2]] * 5, Request(6))[0]
     assert completion.token_ids == CYCLE[:6]
     assert completion.metrics.accept_histogram == (6,)
     assert completion.metrics.steps == 6

@@ -16,21 +16,6 @@ from spec.tree import (
 from tests import toys
 
 
-def walked_mask(tree: TokenTree) -> np.ndarray:
-    """The ancestor mask by following parent pointers one at a time."""
-    parent_BN = np.asarray(tree.parent_BN)
-    B, N = parent_BN.shape
-    mask = np.zeros((B, N, N), bool)
-    for b in range(B):
-        for i in range(N):
-            j = i
-            mask[b, i, i] = mask[b, i, 0] = True
-            while j:
-                mask[b, i, j] = True
-                j = parent_BN[b, j]
-    return mask
-
-
 def test_mask_of_the_drawn_tree():
     # Read off the drawing in spec/tree.py, row by row.
     expected = [
@@ -58,8 +43,8 @@ def test_drawn_tree_is_the_drawing():
 @pytest.mark.parametrize(("size", "padding"), [(1, 0), (2, 0), (3, 1), (16, 0), (33, 9)])
 def test_mask_equals_a_walk_by_parent_pointers(size, padding):
     tree = toys.random_tree(np.random.default_rng(size), size, 5, batch=16, padding=padding)
-    mask = np.asarray(jax.jit(ancestor_mask)(tree))
-    np.testing.assert_array_equal(mask, walked_mask(tree))
+    mask = np.asarray(toys.quick(ancestor_mask)(tree))
+    np.testing.assert_array_equal(mask, toys.walked_mask(tree))
     real = size - padding
     assert not mask[:, :real, real:].any(), "a node sees padding"
     assert (mask[:, real:].sum(axis=2) == 2).all(), "padding sees more than itself and the root"
@@ -70,7 +55,7 @@ def test_mask_of_a_chain_is_causal(size):
     """The longest walks: log2(N) doublings must reach the root."""
     index = jnp.arange(size, dtype=jnp.int32)[None]
     tree = TokenTree(index, jnp.maximum(index - 1, 0), index, jnp.ones((1, size), jnp.bool_))
-    np.testing.assert_array_equal(jax.jit(ancestor_mask)(tree)[0], np.tri(size, dtype=bool))
+    np.testing.assert_array_equal(toys.quick(ancestor_mask)(tree)[0], np.tri(size, dtype=bool))
 
 
 def test_a_node_of_depth_d_needs_room_for_d_plus_one_tokens():
@@ -92,7 +77,7 @@ def test_compaction_keeps_paths_and_order(size):
         for i in range(1, 12):
             keep_BN[b, i] &= keep_BN[b, int(tree.parent_BN[b, i])]
             keep_BN[b, i] &= keep_BN[b, :i].sum() < size
-    small, slot_BN = jax.jit(compact, static_argnums=2)(tree, jnp.asarray(keep_BN), size)
+    small, slot_BN = toys.quick(compact, static_argnums=2)(tree, jnp.asarray(keep_BN), size)
     assert small.size == size
     for b in range(32):
         kept = np.flatnonzero(keep_BN[b])

@@ -25,7 +25,7 @@ def model():
     return toys.tiny()
 
 
-@jax.jit
+@toys.quick
 def last_logits(model, token_BT, length_B):
     """Logits after each whole sequence, no cache and no tree."""
     B, T = token_BT.shape
@@ -34,13 +34,13 @@ def last_logits(model, token_BT, length_B):
     return jnp.take_along_axis(logits_BTV, (length_B - 1)[:, None, None], axis=1)[:, 0]
 
 
-@jax.jit
+@toys.quick
 def tree_logits(model, tree, cache):
     position_BN = cache.length_B[:, None] + tree.depth_BN
     return model(tree.token_BN, position_BN, ancestor_mask(tree), cache).logits_BNV
 
 
-@jax.jit
+@toys.quick
 def cached(model, token_BT, length_B):
     return prefill(model, token_BT, length_B, 32)[0]
 
@@ -112,7 +112,7 @@ def test_what_a_node_does_not_see_does_not_matter(model):
     assert changed.tolist() == [False, False, False, False, True, True, False, False]
 
 
-@jax.jit
+@toys.quick
 def grown(model, tree, cache):
     """Logits of a tree that is seen level by level, K/V of earlier levels passed along."""
     mask = ancestor_mask(tree)

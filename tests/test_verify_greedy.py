@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 from spec.merge import merge
-from spec.tree import TokenTree, ancestor_mask
+from spec.tree import TokenTree, ancestor_mask, limit_depth
 from spec.tree_shapes import TreeShape, expansion
 from spec.verify import Greedy, best_token
 from tests import toys
 
 
-@jax.jit
+@toys.quick
 def accept(tree, logits_BNV):
     return Greedy().accept(tree, ancestor_mask(tree), best_token(logits_BNV), tree.size)
 
 
 def one_hot(best_BN: np.ndarray, vocab: int) -> jax.Array:
-    return jax.nn.one_hot(jnp.asarray(best_BN), vocab, dtype=jnp.float32)
+    return jnp.asarray(np.arange(vocab) == best_BN[..., None], jnp.float32)
 
 
 def walk(tree: TokenTree, best_N: np.ndarray, row: int) -> list[int]:
     """Longest path of drafts that each hold their parent's best token, lowest slots first."""
-    token, parent = np.asarray(tree.token_BN[row]), np.asarray(tree.parent_BN[row])
-    valid = np.asarray(tree.valid_BN[row])
+    token, parent = np.asarray(tree.token_BN)[row], np.asarray(tree.parent_BN)[row]
+    valid = np.asarray(tree.valid_BN)[row]
 
     def longest(node: int) -> list[int]:
         found: list[int] = []
@@ -58,12 +58,12 @@ def test_equals_a_walk_by_parent_pointers(size, padding):
         node_BP, count_B, bonus_B = map(np.asarray, accept(tree, one_hot(best_BN, vocab)))
         for b in range(B):
             path = walk(tree, best_BN[b], b)
-            token_N = np.asarray(tree.token_BN[b])
+            token_N = np.asarray(tree.token_BN)[b]
             assert count_B[b] == len(path)
             # Equal siblings may be told apart by slot, never by what they say.
             got = node_BP[b, : count_B[b]]
             assert token_N[got].tolist() == token_N[path].tolist()
-            assert np.asarray(tree.parent_BN[b])[got[1:]].tolist() == got[:-1].tolist()
+            assert np.asarray(tree.parent_BN)[b][got[1:]].tolist() == got[:-1].tolist()
             assert (node_BP[b, count_B[b] :] == size).all(), "past the path stands N"
             assert bonus_B[b] == best_BN[b, path[-1]]
             deepest = max(deepest, len(path))
@@ -81,7 +81,7 @@ def test_equal_siblings_give_what_their_merge_gives():
     best_BN = np.array([[0, 1, 1, 4, 9]])
     unmerged = accept(tree, one_hot(best_BN, 11))
     assert unmerged.node_BP[0].tolist() == [0, 2, 3, 4, 5]
-    merged, slot_BN = jax.jit(merge)((tree,))
+    merged, slot_BN = toys.quick(merge)((tree,))
     best_of_slot = np.zeros((1, 5), np.int32)
     best_of_slot[0, np.asarray(slot_BN[0])] = best_BN[0]
     fused = accept(merged, one_hot(best_of_slot, 11))
@@ -145,6 +145,16 @@ def test_padding_is_never_accepted():
     accepted = accept(tree, one_hot(np.zeros((1, 3), np.int32), 11))
     assert int(accepted.count_B[0]) == 1
     assert int(accepted.bonus_B[0]) == 0
+
+
+def test_a_node_that_was_cut_off_is_not_accepted():
+    """`limit_depth` leaves right drafts where they are, but invalid."""
+    tree = limit_depth(toys.drawn_tree(), jnp.asarray([2], jnp.int32))
+    best_BN = np.array([[0, 1, 3, 4, 3, 5]])  # 7, then 0 1 4
+    accepted = accept(tree, one_hot(best_BN, 11))
+    assert accepted.node_BP[0].tolist() == [0, 1, 6, 6, 6, 6]
+    assert int(accepted.count_B[0]) == 2
+    assert int(accepted.bonus_B[0]) == 1
 
 
 def test_the_lowest_id_wins_a_tie():
