@@ -80,7 +80,7 @@ def at_the_limit(roomy):
 
 @pytest.mark.parametrize(
     ("shape", "ranks"),
-    [pytest.param(toys.chain(5), (0,) * 5, marks=pytest.mark.slow), (TREE12, DEEP)],
+    [(toys.chain(5), (0,) * 5), (TREE12, DEEP)],
 )
 def test_the_output_ends_exactly_at_the_limit(at_the_limit, shape, ranks):
     """HO-06: k = 5 and a tree of 12 nodes, with 6, 5, .. 0 free positions.

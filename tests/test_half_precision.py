@@ -10,9 +10,9 @@ from models.transformer import Transformer, causal_mask
 from spec.tree_shapes import expansion
 from tests import toys
 
-PROMPTS = [[5], list(range(20, 50))]
+PROMPTS = [[1, 2, 3], [5], list(range(20, 50)), [96, 0]]
 N = 200
-ONE, OTHER = toys.UNBALANCED, expansion((2, 2))
+SHAPES = (toys.UNBALANCED, expansion((2, 2)))
 
 
 def perfect(sequences, shape):
@@ -24,14 +24,14 @@ def perfect(sequences, shape):
     return toys.scripted(sequences, shape, 97, rank=[ranks] * len(sequences), width=256)
 
 
-@pytest.mark.parametrize("shape", [ONE, pytest.param(OTHER, marks=pytest.mark.slow)])
-def test_float32_is_exact_for_200_tokens(shape):
-    """Plain, trees and the uncached oracle say the same."""
+def test_float32_is_exact_for_200_tokens():
+    """Plain, two trees and the uncached oracle say the same."""
     model = toys.tiny()
     want = toys.plain_uncached(model, PROMPTS, N)
     assert toys.decode(model, toys.PLAIN, PROMPTS, N) == want
     sequences = [(*row, *tokens) for row, (tokens, _) in zip(PROMPTS, want, strict=True)]
-    assert toys.decode(model, perfect(sequences, shape), PROMPTS, N) == want
+    for shape in SHAPES:
+        assert toys.decode(model, perfect(sequences, shape), PROMPTS, N) == want
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def margin(exact_V: np.ndarray) -> float:
     return float((first - second) / (2.0**-7 * np.abs(exact_V).max()))
 
 
-# The policy: two rounded runs may differ only where the float32 choice is narrower than this.
+# One block against single steps: two rounded runs may differ only where the float32 choice is
+# narrower than this. Wider than HO-12's one ulp, which this model exceeds (see below).
 ULPS = 4
 
 
@@ -80,7 +81,6 @@ def test_the_policy_would_catch_a_wrong_token(half):
     assert np.mean(np.array(margins) > ULPS) > 0.6
 
 
-@pytest.mark.slow
 def test_bfloat16_tree_differs_from_plain_only_at_narrow_choices(half):
     """At the first difference between tree and plain the float32 margin is small."""
     low, exact = half
@@ -97,7 +97,8 @@ def test_bfloat16_tree_differs_from_plain_only_at_narrow_choices(half):
         agreed.append(differ[0] if differ else n)
         margins += [margin(logits[row, 8 - 1 + i]) for i in differ[:1]]
     print(f"bfloat16: tree equals plain for {agreed} of {n} tokens, margins {margins}")
-    assert max(margins, default=0) < ULPS
+    # HO-12's own bound, 2^-7 of the largest logit; here the two have never differed at all.
+    assert max(margins, default=0) < 1
     assert np.mean(agreed) > n / 2
 
 

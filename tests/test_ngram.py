@@ -116,7 +116,7 @@ def test_each_setting(drafter, history, expected):
     assert drafts(drafter, history) == [expected]
 
 
-@pytest.mark.parametrize("settings", [(3, 1, 4, 4, 8), (4, 2, 3, 5, 24)], ids=str)
+@pytest.mark.parametrize("settings", [(3, 1, 4, 4, 8), (1, 1, 8, 3, 4), (4, 2, 3, 5, 24)], ids=str)
 def test_random_histories_follow_the_documented_rule(settings):
     """Two and three letters, so that matches of all lengths, fusions and ties are everywhere."""
     window, min_match, matches, depth, size = settings

@@ -21,6 +21,7 @@ def target():
 def test_padding_rows_are_never_chosen(target):
     """HO-07(a), plain: the same head without the tokenizer's size says 11 at once."""
     assert toys.decode(target, toys.PLAIN, [[2]], 12, vocab_size=11) == [(CYCLE, "length")]
+    assert toys.plain_uncached(target, [[2]], 12, vocab=11) == [(CYCLE, "length")]
     assert toys.decode(target, toys.PLAIN, [[2]], 3)[0][0] == (11, 11, 11)
 
 
@@ -29,6 +30,8 @@ def test_padding_rows_are_never_chosen(target):
     [
         (11, 11, 6),
         (14, 11, 6),
+        # The drafter's own padding, taken for tokens, is drafted and refused: only time is lost.
+        (14, 14, 0),
     ],
 )
 def test_tables_of_other_heights_draft_alike(target, rows, known, accepted):
