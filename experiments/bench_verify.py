@@ -2,8 +2,8 @@
 
     make bench-verify        (python -m experiments.bench_verify)
 
-Batch 1, N = 32 nodes, V = 49152, float32; SmolLM2's cache of 30 layers, 512 slots. Two minutes on
-2 CPU cores. Expect there: greedy below 3 ms, stochastic top-down below 12 ms. Rows go to
+Batch 1, N = 32 nodes, V = 49152, float32; SmolLM2's cache of 30 layers, 512 slots. Aim on
+2 CPU cores: greedy below 3 ms, stochastic top-down below 12 ms. Rows go to
 experiments/results/verify.csv.
 """
 

@@ -61,7 +61,7 @@ def commit(cache: KVCache, path: Sequence[LayerKV], count_B: jax.Array) -> KVCac
 
     Returns:
         The cache, `count_B` longer. Tokens beyond the capacity are dropped (lengths included):
-        callers refuse that before any work with `check_room`, and inside jit bound the path.
+        callers choose a capacity that holds prompt and budget, and inside jit bound the path.
     """
     B, P = path[0].k_BNKA.shape[:2]
     S = cache.capacity
@@ -96,20 +96,3 @@ def insert(cache: KVCache, row: jax.Array, other: KVCache) -> KVCache:
         return jax.lax.dynamic_update_index_in_dim(slots, new[0], row, 0)
 
     return jax.tree.map(put, cache, other)
-
-
-def check_room(capacity: int, needed: int) -> None:
-    """Refuses work that would overflow a cache, before it starts.
-
-    Args:
-        capacity: slots a row (tokens).
-        needed: tokens that the longest row would cache.
-
-    Raises:
-        ValueError: if they do not fit.
-    """
-    if needed > capacity:
-        raise ValueError(
-            f"{needed} tokens do not fit a cache of {capacity} slots: raise the capacity to "
-            f"{needed} or shorten the prompt or max_new_tokens."
-        )

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.kv_cache import check_room
 from models.transformer import Transformer
 from spec.decode import (
     EOS,
@@ -214,7 +213,6 @@ def begin(
         token_BT[row, : len(prompt)] = prompt
     needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
     capacity = round_up(max(needed, request.reserve), 64)
-    check_room(capacity, needed)
     verifier = _rule_of(drafter, request)
     check_fit(verifier, drafter.children)
     pad = [0] * (B - len(prompts))
