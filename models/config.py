@@ -172,7 +172,19 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _rope_from_hf(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Reads theta and scaling; `rope_parameters` (transformers >= 5) holds both, else two keys."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    given = [
+        (key, _rope_of(raw[key], raw))
+        for key in ("rope_parameters", "rope_scaling")
+        if raw.get(key)
+    ]
+    if not given:
+        return _rope_of({}, raw)
+    if given[0][1] != given[-1][1]:
+        raise ValueError(f"config.json gives RoPE twice and differently: {given}; remove one.")
+    return given[0][1]
+
+
+def _rope_of(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     # Older files say "type", newer ones "rope_type".
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, take_path
-from models.prefill import prefill
 from models.transformer import Transformer
 from spec.drafters.protocol import Drafter, Step, View
 from spec.draws import Draws, drop_invalid
-from spec.metrics import step_record
+from spec.metrics import record_size, step_record
 from spec.sampling import Sampling, Use, probabilities
 from spec.tree import TokenTree, ancestor_mask, emitted_tokens, limit_depth
 from spec.verify import Accepted, Greedy, Keys, Rule, best_token
@@ -60,7 +59,7 @@ class DecodeState:
         drafter: the drafter's state.
         key_B: one random key a row, from (seed, request).
         record_BER: int32, at the slot of each step's first token what the step did
-            (`metrics.step_record`), -1 elsewhere.
+            (`metrics.step_record`, R columns), -1 elsewhere.
         logprob_BE: float32 natural log-probability of each emitted token under the target's own
             softmax, before temperature, top-k and top-p; E is 0 if not kept.
     """
@@ -94,31 +93,30 @@ class _Verified(NamedTuple):
 
 
 def start(
-    target: Transformer,
     drafter: Drafter,
+    cache: KVCache,
+    hidden_BTD: jax.Array,
     token_BT: jax.Array,
     length_B: jax.Array,
     budget_B: jax.Array,
     key_B: jax.Array,
     *,
-    capacity: int,
     out_size: int,
     logprobs: bool,
 ) -> DecodeState:
-    """Prefills target and drafter.
+    """Returns the state before the first step, the drafter prefilled too.
 
     Args:
-        target: the model whose output this is.
         drafter: see `Drafter`.
+        cache: of the target, from `prefill`; its capacity at least prompt + budget - 1 tokens.
+        hidden_BTD: from `prefill`.
         token_BT: int32 right-padded prompts.
         length_B: int32 prompt lengths; 0 for a padding row, whose budget must be 0.
         budget_B: int32 most new tokens a row, 0 for none.
         key_B: a random key a row.
-        capacity: cache slots a row, static; at least prompt + budget - 1 tokens.
         out_size: E, static.
         logprobs: whether to keep the log-probability of every emitted token, static.
     """
-    cache, hidden_BTD = prefill(target, token_BT, length_B, capacity)
     last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
     B = token_BT.shape[0]
     return DecodeState(
@@ -129,9 +127,9 @@ def start(
         budget_B=budget_B,
         # Not weakly typed: a host that replaces it (stop strings) must not cause a compilation.
         finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH).astype(jnp.int32),
-        drafter=drafter.init(token_BT, length_B, hidden_BTD, capacity + 1, drafter.depth + 1),
+        drafter=drafter.init(token_BT, length_B, hidden_BTD, cache.capacity + 1, drafter.depth + 1),
         key_B=key_B,
-        record_BER=jnp.full((B, out_size, 4), -1, jnp.int32),
+        record_BER=jnp.full((B, out_size, record_size(drafter.depth)), -1, jnp.int32),
         logprob_BE=jnp.zeros((B, out_size if logprobs else 0), jnp.float32),
     )
 
@@ -164,8 +162,8 @@ def spec_step(
     room_B = state.budget_B - state.emitted_B
     keys = Keys(state.key_B, length_B)
     view = View(state.root_B, length_B, room_B, active_B, target, state.cache, settings.sampling)
-    tree, draws, drafter_state = drafter.propose(state.drafter, view, keys.step(Use.DRAFT))
-    tree = limit_depth(tree, jnp.where(active_B, room_B, 0))
+    proposed, draws, drafter_state = drafter.propose(state.drafter, view, keys.step(Use.DRAFT))
+    tree = limit_depth(proposed, jnp.where(active_B, room_B, 0))
     draws = settings.rule.order(drop_invalid(draws, tree), keys.step(Use.ORDER))
 
     logprobs = state.logprob_BE.shape[1] > 0
@@ -178,7 +176,7 @@ def spec_step(
     last_B1 = jnp.maximum(count_B - 1, 0)[:, None]
     bonus_B = jnp.take_along_axis(emitted_BP, last_B1, axis=1)[:, 0]
 
-    record_B1R = step_record(tree, emitted_BP[:, 0], accepted.count_B, count_B)[:, None, :]
+    record_BR = step_record(proposed, tree, emitted_BP[:, 0], accepted.count_B - 1, drafter.depth)
     # N past the path, whatever the bucket and the cut.
     on_path_BP = jnp.arange(token_BP.shape[1], dtype=jnp.int32)[None, :] < count_B[:, None]
     node_BP = jnp.where(on_path_BP, accepted.node_BP, tree.size)
@@ -197,7 +195,9 @@ def spec_step(
             if logprobs
             else state.logprob_BE
         ),
-        record_BER=_append(state.record_BER, record_B1R, state.emitted_B, jnp.minimum(count_B, 1)),
+        record_BER=_append(
+            state.record_BER, record_BR[:, None, :], state.emitted_B, jnp.minimum(count_B, 1)
+        ),
     )
     return new, Trace(tree, Accepted(node_BP, count_B, bonus_B))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.prefill import prefill
 from models.transformer import Transformer
 from spec.decode import (
     EOS,
@@ -24,6 +25,7 @@ from spec.drafters.protocol import Drafter
 from spec.draws import Children
 from spec.metrics import Metrics
 from spec.sampling import GREEDY_BELOW, check_controls, rows
+from spec.stop import StopScanner
 from spec.verify import Rule, rule
 from spec.verify.rule import check_fit
 
@@ -31,7 +33,9 @@ from spec.verify.rule import check_fit
 SEGMENT = 16
 _EVER = np.int32(np.iinfo(np.int32).max)
 
-_start = jax.jit(start, static_argnames=("capacity", "out_size", "logprobs"))
+# Apart from `_start`, so that one program serves every drafter.
+_prefill = jax.jit(prefill, static_argnames=("capacity",))
+_start = jax.jit(start, static_argnames=("out_size", "logprobs"), donate_argnames=("cache",))
 _advance = jax.jit(advance, donate_argnames=("state",))
 _traced_step = jax.jit(spec_step, donate_argnames=("state",))
 
@@ -138,11 +142,11 @@ def finish(
     request: Request,
 ) -> list[Completion]:
     """Decodes the first `rows` rows of what `begin` made to their end; consumes `state`."""
-    stops = _StopScanner(request, rows)
+    stops = StopScanner(request.stop, request.token_bytes, rows)
     running = True
     while running:
         steps = np.int32(SEGMENT) if request.stop else _EVER
-        state, running = stops.scan(_advance(target, drafter, state, settings, steps))
+        state, running = _scan(stops, _advance(target, drafter, state, settings, steps))
     return _completions(state, stops)
 
 
@@ -173,8 +177,9 @@ def stream(
 ) -> Iterator[list[Completion]]:
     """Yields what every row has so far, after each `steps` target steps.
 
-    The last item equals `generate`'s result; in earlier ones the finish reason of a running row
-    is not meaningful yet. With stop strings text that could still become one is not held back.
+    The last item equals `generate`'s result, and the tokens of every item begin those of the next:
+    text that could still become a stop string is held back. The finish reason of a running row is
+    not meaningful yet.
 
     Args:
         target: see `generate`.
@@ -189,12 +194,12 @@ def stream(
     if not 1 <= steps <= SEGMENT:
         raise ValueError(f"steps = {steps} must lie in 1..{SEGMENT}.")
     state, settings = begin(target, drafter, prompts, request)
-    stops = _StopScanner(request, len(prompts))
+    stops = StopScanner(request.stop, request.token_bytes, len(prompts))
     running = True
     while running:
         state = _advance(target, drafter, state, settings, np.int32(steps))
-        state, running = stops.scan(state)
-        yield _completions(state, stops)
+        state, running = _scan(stops, state)
+        yield _completions(state, stops, hold_back=bool(request.stop))
 
 
 def begin(
@@ -216,14 +221,16 @@ def begin(
     verifier = _rule_of(drafter, request)
     check_fit(verifier, drafter.children)
     pad = [0] * (B - len(prompts))
+    length_B = np.asarray(lengths + pad, np.int32)
+    cache, hidden_BTD = _prefill(target, token_BT, length_B, capacity=capacity)
     state = _start(
-        target,
         drafter,
+        cache,
+        hidden_BTD,
         token_BT,
-        np.asarray(lengths + pad, np.int32),
+        length_B,
         np.asarray(budgets + pad, np.int32),
         _row_keys(request.seed, len(prompts), B),
-        capacity=capacity,
         out_size=round_up(max(budgets), 16),
         logprobs=request.logprobs,
     )
@@ -298,60 +305,34 @@ def _check(target: Transformer, prompts: Sequence[Sequence[int]], limit: int, vo
             )
 
 
-class _StopScanner:
-    """Looks for stop strings in the decoded bytes, each byte once."""
+def _scan(stops: StopScanner, state: DecodeState) -> tuple[DecodeState, bool]:
+    """Reads new tokens; waits for the device.
 
-    def __init__(self, request: Request, rows: int):
-        self.needles = [text.encode() for text in request.stop]
-        self.token_bytes = request.token_bytes
-        self.text = [bytearray() for _ in range(rows)]
-        self.ends: list[list[int]] = [[] for _ in range(rows)]  # byte at which each token ends
-        self.cut: list[int | None] = [None] * rows  # byte at which the first stop string begins
-
-    def scan(self, state: DecodeState) -> tuple[DecodeState, bool]:
-        """Reads new tokens; waits for the device.
-
-        Returns the state, rows that met a stop string finished, and whether any row goes on.
-        """
-        rows = len(self.text)
-        finish = np.array(state.finish_B)
-        if self.needles:
-            tokens, emitted = np.asarray(state.token_BE), np.asarray(state.emitted_B)
-            for row in range(rows):
-                if self.cut[row] is None:
-                    self._read(row, tokens[row, : emitted[row]])
-            stopped = [row for row, cut in enumerate(self.cut) if cut is not None]
-            finish[stopped] = np.where(finish[stopped] == RUNNING, LENGTH, finish[stopped])
-            state = dataclasses.replace(state, finish_B=jnp.asarray(finish))
-        return state, bool((finish == RUNNING).any())
-
-    def _read(self, row: int, tokens: np.ndarray) -> None:
-        assert self.token_bytes is not None
-        text, ends = self.text[row], self.ends[row]
-        # Token by token: which string is complete first must not depend on how many come at once.
-        for token in tokens[len(ends) :]:
-            old = len(text)
-            text += self.token_bytes(int(token))
-            ends.append(len(text))
-            hits = [text.find(needle, max(0, old - len(needle) + 1)) for needle in self.needles]
-            self.cut[row] = min((hit for hit in hits if hit >= 0), default=None)
-            if self.cut[row] is not None:
-                return
-
-    def kept(self, row: int) -> int:
-        """Returns how many tokens begin before the stop string."""
-        cut, begins = self.cut[row], [0, *self.ends[row]]
-        assert cut is not None
-        return sum(begin < cut for begin in begins[:-1])
+    Returns the state, rows that met a stop string finished, and whether any row goes on.
+    """
+    finish = np.array(state.finish_B)
+    if any(cut is None for cut in stops.cut):
+        tokens, emitted = np.asarray(state.token_BE), np.asarray(state.emitted_B)
+        for row in range(len(stops.cut)):
+            stops.read(row, tokens[row, : emitted[row]])
+        stopped = [row for row, cut in enumerate(stops.cut) if cut is not None]
+        finish[stopped] = np.where(finish[stopped] == RUNNING, LENGTH, finish[stopped])
+        state = dataclasses.replace(state, finish_B=jnp.asarray(finish))
+    return state, bool((finish == RUNNING).any())
 
 
-def _completions(state: DecodeState, stops: _StopScanner) -> list[Completion]:
+def _completions(
+    state: DecodeState, stops: StopScanner, hold_back: bool = False
+) -> list[Completion]:
+    """Cuts each row at its stop string, or, on request, where one may still come to begin."""
     tokens, emitted, finish, record, logprob = jax.device_get(
         (state.token_BE, state.emitted_B, state.finish_B, state.record_BER, state.logprob_BE)
     )
     out = []
     for row, cut in enumerate(stops.cut):
         count = int(emitted[row]) if cut is None else stops.kept(row)
+        if hold_back and finish[row] == RUNNING:
+            count = min(count, stops.certain(row))
         reason: Literal["eos", "length", "stop"] = "eos" if finish[row] == EOS else "length"
         out.append(
             Completion(

@@ -22,36 +22,41 @@ import numpy as np
 
 from spec.tree import TokenTree
 
-# Columns of a step record, int32; a slot at which no step began holds -1 everywhere.
-ACCEPTED, DEPTH, NODES, RANK = range(4)
+# A step record, int32: accepted, rank, then the drafts at depth 1, 2, ... of the proposal. A slot
+# at which no step began holds -1 everywhere.
+ACCEPTED, RANK, LEVELS = range(3)
+
+
+def record_size(depth: int) -> int:
+    """Returns R, columns of the record of a drafter whose trees are at most `depth` deep."""
+    return LEVELS + depth
 
 
 def step_record(
-    tree: TokenTree, first_B: jax.Array, path_B: jax.Array, emitted_B: jax.Array
+    proposed: TokenTree, tree: TokenTree, first_B: jax.Array, accepted_B: jax.Array, depth: int
 ) -> jax.Array:
-    """Returns what one step did, int32 [B, 4]: accepted, proposed depth and drafts, rank.
+    """Returns what one step did before any cut, int32 [B, R].
 
     Args:
-        tree: the proposal.
+        proposed: the drafter's tree, whose root's children give the rank: how good a guess was
+            does not depend on the budget that is left.
+        tree: the part of it that the target saw.
         first_B: int32 first token emitted.
-        path_B: int32 nodes on the accepted path before any cut, the root included.
-        emitted_B: int32 tokens emitted after the cut.
+        accepted_B: int32 drafts accepted.
+        depth: deepest level that the drafter can propose, static.
 
     Returns:
         The rank is -1 where the first token was no child of the root.
     """
-    draft_BN = tree.valid_BN & (tree.depth_BN > 0)
-    draft_BN &= (emitted_B == path_B)[:, None] | (tree.depth_BN <= emitted_B[:, None])
-    # A cut turns the last accepted draft into the last emitted token: it was accepted too.
-    accepted_B = jnp.minimum(path_B - 1, emitted_B)
-    depth_B = jnp.max(jnp.where(draft_BN, tree.depth_BN, 0), axis=1)
-    child_BN = tree.valid_BN & (tree.depth_BN == 1)
+    child_BN = proposed.valid_BN & (proposed.depth_BN == 1)
     order_BN = jnp.cumsum(child_BN, axis=1, dtype=jnp.int32) - 1
-    hit_BN = child_BN & (tree.token_BN == first_B[:, None])
-    rank_B = jnp.min(jnp.where(hit_BN, order_BN, tree.size), axis=1)
+    hit_BN = child_BN & (proposed.token_BN == first_B[:, None])
+    rank_B = jnp.min(jnp.where(hit_BN, order_BN, proposed.size), axis=1)
     rank_B = jnp.where(hit_BN.any(axis=1), rank_B, -1)
-    nodes_B = jnp.sum(draft_BN, axis=1, dtype=jnp.int32)
-    return jnp.stack((accepted_B, depth_B, nodes_B, rank_B), axis=1)
+    level_D = jnp.arange(1, depth + 1, dtype=jnp.int32)
+    at_BND = tree.valid_BN[:, :, None] & (tree.depth_BN[:, :, None] == level_D[None, None, :])
+    nodes_BD = jnp.sum(at_BND, axis=1, dtype=jnp.int32)
+    return jnp.concatenate((accepted_B[:, None], rank_B[:, None], nodes_BD), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +83,26 @@ class Metrics:
 
     @classmethod
     def from_records(cls, record_ER: np.ndarray) -> Self:
-        """Counts the records of the slots that were kept, [tokens, 4]."""
+        """Counts the records of the slots that were kept, [tokens, R].
+
+        A step of which fewer tokens were kept than it accepted drafts was cut: its last token was
+        a draft, and levels beyond it count for nothing.
+        """
         tokens = len(record_ER)
         begin = np.flatnonzero(record_ER[:, ACCEPTED] >= 0)
         kept = np.diff(np.append(begin, tokens))  # tokens of each step within the kept slots
         accepted = np.minimum(record_ER[begin, ACCEPTED], kept)
-        whole = record_ER[begin, ACCEPTED] < kept
-        depth = np.where(whole, record_ER[begin, DEPTH], np.minimum(record_ER[begin, DEPTH], kept))
+        nodes = record_ER[begin, LEVELS:]
+        depth = nodes.shape[1]
+        levels = np.where(record_ER[begin, ACCEPTED] < kept, depth, kept)
+        nodes = nodes * (np.arange(1, depth + 1) <= levels[:, None])
         rank = record_ER[begin, RANK]
         return cls(
             tokens=tokens,
             steps=len(begin),
             accepted=int(accepted.sum()),
-            proposed_depth=int(depth.sum()),
-            proposed_nodes=int(record_ER[begin, NODES].sum()),
+            proposed_depth=int((nodes > 0).sum()),
+            proposed_nodes=int(nodes.sum()),
             accept_histogram=tuple(np.bincount(accepted).tolist()),
             rank_histogram=tuple(np.bincount(rank[rank >= 0]).tolist()),
         )

@@ -7,7 +7,7 @@ import pytest
 
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, insert, take_path
-from models.prefill import CHUNK, prefill
+from models.prefill import longest_chunk, prefill
 from models.transformer import causal_mask
 from tests import toys
 
@@ -119,10 +119,15 @@ def one_pass(model, token_BT):
     return out.hidden_BND, out.tree_kv
 
 
-@pytest.mark.parametrize("lengths", [[300, 257, 256, 1], [2, 258, 5, 0], [1, 0, 1, 1]])
+CHUNK = longest_chunk()
+
+
+@pytest.mark.parametrize(
+    "lengths", [[CHUNK + 44, CHUNK + 1, CHUNK, 1], [2, CHUNK + 2, 5, 0], [1, 0, 1, 1]]
+)
 def test_chunks_equal_one_pass(model, lengths):
     """Prompts beyond one chunk, up to its edge, of one token, and a padding row."""
-    T, capacity = 2 * CHUNK, 320
+    T, capacity = 2 * CHUNK, 2 * CHUNK + 8
     token_BT = np.random.default_rng(4).integers(0, 97, (4, T)).astype(np.int32)
     run = toys.quick(prefill, static_argnums=3)
     cache, hidden_BTD = run(model, token_BT, np.asarray(lengths, np.int32), capacity)
@@ -140,5 +145,5 @@ def test_chunks_equal_one_pass(model, lengths):
 
 
 def test_prompts_that_do_not_divide_into_chunks_are_refused(model):
-    with pytest.raises(ValueError, match="length 300 must be at most 256 or a multiple"):
-        prefill(model, jnp.zeros((1, 300), jnp.int32), jnp.ones(1, jnp.int32), 320)
+    with pytest.raises(ValueError, match=f"must be at most {CHUNK} or a multiple"):
+        prefill(model, jnp.zeros((1, CHUNK + 44), jnp.int32), jnp.ones(1, jnp.int32), 320)

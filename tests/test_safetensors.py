@@ -250,6 +250,18 @@ def test_a_config_that_does_not_serve_is_refused(tmp_path, refused, config, word
     refused(tmp_path, words)
 
 
+def test_rope_given_twice_must_agree(tmp_path, refused):
+    """`rope_parameters` and the older `rope_scaling`: the peers disagree on which one counts."""
+    write_folder(tmp_path, TINY, random_tensors(TINY))
+    file = tmp_path / "config.json"
+    linear = {"rope_type": "linear", "factor": 2.0}
+    raw = json.loads(file.read_text()) | {"rope_scaling": linear, "rope_parameters": linear}
+    file.write_text(json.dumps(raw))
+    load_model(tmp_path, jnp.float32)
+    file.write_text(json.dumps(raw | {"rope_parameters": linear | {"factor": 4.0}}))
+    refused(tmp_path, "RoPE twice", "remove one")
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pt", "model.pkl"])
 def test_pickled_weights_are_refused(tmp_path, refused, name):
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))

@@ -1,5 +1,7 @@
 """Stop strings (HO-18): found wherever they lie, the same whatever the drafter and the segments."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -139,7 +141,21 @@ def test_equals_a_search_after_every_token(ring, stop):
         assert done.stop_bytes == cut
         assert done.finish_reason == ("length" if found is None else "stop")
     for steps in (1, 5):
-        assert list(stream(model, drafter, [[start]] * 7, request, steps))[-1] == whole
+        items = list(stream(model, drafter, [[start]] * 7, request, steps))
+        assert items[-1] == whole
+        for item, later in itertools.pairwise(items):
+            for a, b in zip(item, later, strict=True):
+                assert a.token_ids == b.token_ids[: len(a.token_ids)], (
+                    "shown text is never taken back"
+                )
+
+
+def test_stream_holds_back_no_more_than_it_must(chain11):
+    """ "abcd...": with stop "cx", c is shown once d has come."""
+    model, drafter = chain11
+    items = stream(model, drafter, [[2]] * 7, letters(stop=("cx",)))
+    shown = [item[0].token_ids for item in items][:5]
+    assert shown == [(7,), (7, 0), (7, 0), (7, 0, 1, 4), (7, 0, 1, 4, 2)]
 
 
 def test_a_string_over_two_segments(ring):

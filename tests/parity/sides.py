@@ -58,7 +58,7 @@ def ours_step_by_step(model: Transformer, tokens: list[int], steps: int) -> np.n
 
 def _single_threaded():
     torch, transformers = import_peers()
-    # Two threads spin while they wait: ten times slower as soon as another process is busy.
+    # Two threads spin while they wait: 4 to 8 times slower (measured) beside a busy process.
     torch.set_num_threads(1)
     return torch, transformers
 
