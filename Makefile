@@ -19,13 +19,13 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
-	$(PYTEST) -q -s -m slow tests/test_lossless.py tests/test_lossless_smollm2.py
+	$(PYTEST) -q -rP -n 2 --dist load -m slow tests/test_lossless_smollm2.py tests/test_lossless.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
-	$(PYTEST) -q -s -n 2 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_statistics.py
+	$(PYTEST) -q -rP -n 2 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_statistics.py
 
 exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (long).
-	$(PYTEST) -q -s -m slow tests/test_statistics_smollm2.py
+	$(PYTEST) -q -rP -n 2 --dist load -m slow tests/test_statistics_smollm2.py
 
 parity: .venv/ready-parity  ## Our logits against transformers' (installs torch).
 	$(PYTEST) -q -s -m parity tests/parity

@@ -21,8 +21,11 @@ from experiments import report, setup
 from experiments.plots import plot_run
 from experiments.prompts import load as prompt_set
 from spec.drafters import Drafter, RootDrafter
-from spec.generate import Completion, Request, begin, finish, trace, warm_up
+from spec.draws import Children
+from spec.generate import Completion, Request, begin, finish, rule_of, trace, warm_up
 from spec.metrics import total
+from spec.sampling import GREEDY_BELOW
+from spec.verify import RULES
 
 COLUMNS = (
     "prompt",
@@ -35,13 +38,31 @@ COLUMNS = (
     "finish",
     "identical",
 )
+CHOICES = (
+    Children.TOP_K,
+    Children.IID,
+    Children.WITHOUT_REPLACEMENT,
+    Children.GREEDY_PLUS_ONE,
+)
+# Rules whose tokens do not depend on the tree. The others keep the distribution, not the draws.
+SAME_DRAWS = ("greedy", "naive")
 
 
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
-    flags.DEFINE_string("drafter", "ngram", "ngram, none, self, or a model as for --target.")
-    flags.DEFINE_string("tree", "1,1,3,1,1,1,1,1", "Expansion of a model drafter.")
+    flags.DEFINE_multi_string(
+        "drafter", ["ngram"], "ngram, none, self, or a model as for --target. Repeat it to merge."
+    )
+    flags.DEFINE_multi_string(
+        "tree", ["1,1,3,1,1,1,1,1"], "Expansion of the model drafters: one for all or one each."
+    )
+    flags.DEFINE_enum(
+        "children",
+        Children.TOP_K.value,
+        [k.value for k in CHOICES],
+        "How model drafters choose children.",
+    )
     flags.DEFINE_string("ngram_sizes", "1,8", "Tree sizes of the n-gram drafter, ascending.")
     flags.DEFINE_integer("ngram_min_match", 2, "Shortest suffix match that drafts.", lower_bound=1)
     flags.DEFINE_string("prompt", None, "One prompt to answer, instead of a set.")
@@ -49,7 +70,11 @@ def define_flags() -> None:
     flags.DEFINE_enum("split", None, ["dev", "eval"], "Answer all prompts of a split.")
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each prompt.", lower_bound=1)
     flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of the random keys (greedy decoding uses none).")
+    flags.DEFINE_float("temperature", 0.0, "0 decodes greedily, more samples.", lower_bound=0.0)
+    flags.DEFINE_integer("top_k", 0, "Most probable tokens kept, 0 for all.", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "Least probability kept, in (0, 1].")
+    flags.DEFINE_enum("rule", None, [*RULES], "Verification; by default the best that is exact.")
+    flags.DEFINE_integer("seed", 0, "Seed of the first prompt; the next has the next.")
     flags.DEFINE_string("out", "out/generate", "Folder for the table, the texts and the picture.")
     flags.DEFINE_bool("smoke", False, "One short prompt, 16 tokens.")
 
@@ -80,35 +105,45 @@ def run(
     drafter: Drafter,
     prompts: list[prompt_set.Prompt],
     ids: list[list[int]],
+    seeds: list[int],
     request: Request,
     batch: int,
 ) -> tuple[list[dict], list[Completion]]:
-    """Answers all prompts both ways; returns a row each and the speculative completions."""
+    """Answers all prompts both ways; returns a row each and the speculative completions.
+
+    Each prompt has its own seed, so that a text does not depend on the batch it is decoded in.
+    """
     rows, answers = [], []
+    rule = rule_of(drafter, request).name
+    comparable = rule in SAME_DRAWS or request.temperature < GREEDY_BELOW
+    plainly = dataclasses.replace(request, rule=rule if rule in SAME_DRAWS else None)
+    sides = ((RootDrafter(), plainly), (drafter, request))
     groups = [slice(i, i + batch) for i in range(0, len(ids), batch)]
     with tqdm(total=2 * len(groups) + 2, desc="compile", unit="batch") as bar:
-        for each in (RootDrafter(), drafter):
-            warm_up(target.model, each, ids[groups[0]], request)
+        for each, asked in sides:
+            warm_up(target.model, each, ids[groups[0]], asked)
             bar.update()
         for group in groups:
             bar.set_description(prompts[group][0].id)
-            plain, plain_s = timed(target, RootDrafter(), ids[group], request)
-            bar.update()
-            grown, grown_s = timed(target, drafter, ids[group], request)
-            bar.update()
+            runs = []
+            for each, asked in sides:
+                asked = dataclasses.replace(asked, seed=tuple(seeds[group]))
+                runs.append(timed(target, each, ids[group], asked))
+                bar.update()
+            (plain, plain_s), (grown, grown_s) = runs
             plain_ms = 1e3 * plain_s / sum(len(c.token_ids) for c in plain)
             grown_ms = 1e3 * grown_s / sum(len(c.token_ids) for c in grown)
             for prompt, a, b in zip(prompts[group], plain, grown, strict=True):
                 same = (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-                rows.append(row(prompt, b, plain_ms, grown_ms, same))
+                rows.append(row(prompt, b, plain_ms, grown_ms, same if comparable else None))
             answers += grown
     return rows, answers
 
 
 def row(
-    prompt: prompt_set.Prompt, done: Completion, plain_ms: float, grown_ms: float, same: bool
+    prompt: prompt_set.Prompt, done: Completion, plain_ms: float, grown_ms: float, same: bool | None
 ) -> dict:
-    """Lays one prompt's figures out."""
+    """Lays one prompt's figures out; `same` is None where other draws were to be expected."""
     metrics = done.metrics
     return {
         "prompt": prompt.id,
@@ -122,7 +157,7 @@ def row(
         "proposed_nodes": metrics.proposed_nodes,
         "accepted": metrics.accepted,
         "finish": done.finish_reason,
-        "identical": "yes" if same else "NO",
+        "identical": {True: "yes", False: "NO", None: "-"}[same],
     }
 
 
@@ -135,7 +170,8 @@ def summary(rows: list[dict], answers: list[Completion]) -> dict:
 
     everything = prompt_set.Prompt("total", "total", "", "")
     whole = dataclasses.replace(answers[0], metrics=total(a.metrics for a in answers))
-    same = all(r["identical"] == "yes" for r in rows)
+    verdicts = {r["identical"] for r in rows}
+    same = None if verdicts == {"-"} else verdicts == {"yes"}
     line = row(
         everything, whole, per_token("plain_ms_per_token"), per_token("spec_ms_per_token"), same
     )
@@ -154,7 +190,13 @@ def main(argv: list[str]) -> None:
         print(f"Loading {args.target} ({dtype}) ...", flush=True)
         target = setup.load(args.target, dtype)
         drafter = setup.make_drafter(
-            args.drafter, args.tree, args.ngram_sizes, args.ngram_min_match, target, dtype
+            args.drafter,
+            args.tree,
+            args.children,
+            args.ngram_sizes,
+            args.ngram_min_match,
+            target,
+            dtype,
         )
         ids = setup.encode(target.tokenizer, prompts)
         budget = 16 if args.smoke else args.max_new_tokens
@@ -162,10 +204,14 @@ def main(argv: list[str]) -> None:
             max_new_tokens=budget,
             eos_ids=target.tokenizer.eos_ids,
             vocab_size=target.tokenizer.vocab_size,
-            seed=args.seed,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            rule=args.rule,
             reserve=max(map(len, ids)) + budget,
         )
-        rows, answers = run(target, drafter, prompts, ids, request, args.batch)
+        seeds = [args.seed + i for i in range(len(ids))]
+        rows, answers = run(target, drafter, prompts, ids, seeds, request, args.batch)
     except ValueError as error:
         sys.exit(f"Error: {error}")
     rows.append(summary(rows, answers))
@@ -178,14 +224,18 @@ def main(argv: list[str]) -> None:
             file.write(json.dumps({"id": prompt.id, "text": text}, ensure_ascii=False) + "\n")
     # The picture shows the prompt whose drafts did best; its first steps are decoded once more.
     best = max(range(len(answers)), key=lambda i: answers[i].metrics.tokens_per_step)
-    steps = list(trace(target.model, drafter, [ids[best]], request))
+    same_seed = dataclasses.replace(request, seed=(seeds[best],))
+    steps = list(trace(target.model, drafter, [ids[best]], same_seed))
     plot_run(out / "trees.png", prompts[best].id, steps, answers, target.tokenizer)
 
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"\n[{prompt.id}] {text[:160]}{' ...' if len(text) > 160 else ''}")
     print(f"\n{report.table(rows, COLUMNS)}\n")
-    print(f"identical: {rows[-1]['identical']}    wrote {out}/generate.csv, texts.jsonl, trees.png")
-    if rows[-1]["identical"] != "yes":
+    verdict = rows[-1]["identical"]
+    if verdict == "-":
+        verdict = "not compared (this rule keeps the distribution, not the draws: see make exact)"
+    print(f"identical: {verdict}    wrote {out}/generate.csv, texts.jsonl, trees.png")
+    if verdict == "NO":
         sys.exit(1)
 
 

@@ -1,7 +1,9 @@
 """From flag values to a target, its tokenizer and a drafter; shared by all decoding scripts."""
 
 import dataclasses
+import itertools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ from models.checkpoint import load_model
 from models.checkpoint.gguf import packaged_smollm2
 from models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from models.transformer import Transformer
-from spec.drafters import Drafter, ModelDrafter, NGramDrafter, RootDrafter
+from spec.drafters import Drafter, EnsembleDrafter, ModelDrafter, NGramDrafter, RootDrafter
+from spec.draws import Children
 from spec.tree_shapes import parse_expansion
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
@@ -48,40 +51,62 @@ def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
 
 
 def make_drafter(
-    name: str,
-    tree: str,
+    names: Sequence[str],
+    trees: Sequence[str],
+    children: str,
     sizes: str,
     min_match: int,
     target: Loaded,
     dtype: jax.typing.DTypeLike,
 ) -> Drafter:
-    """Returns the drafter that the flags describe.
+    """Returns the drafter that the flags describe; several names make one merged tree.
 
     Args:
-        name: "ngram", "none", "self" (the target drafts for itself), or a model as in `load`.
-        tree: static expansion of a model drafter, such as "1,1,3,1".
+        names: "ngram", "none", "self" (the target drafts for itself), or a model as in `load`.
+        trees: static expansions of the model drafters, such as "1,1,3,1": one for all, or one each
+            in their order.
+        children: how model drafters choose children, see `spec.draws.Children`.
         sizes: tree sizes of the n-gram drafter, ascending, such as "1,8".
         min_match: shortest suffix match for which it drafts, tokens.
-        target: what it drafts for.
-        dtype: of a drafter that has to be loaded.
+        target: what is drafted for.
+        dtype: of drafters that have to be loaded.
 
     Raises:
-        ValueError: for an unreadable drafter or tree, or another vocabulary.
+        ValueError: for an unreadable drafter or tree, trees that do not match the drafters, or
+            another vocabulary.
     """
-    if name == "none":
-        return RootDrafter()
-    if name == "ngram":
-        try:
-            widths = tuple(int(size) for size in sizes.split(","))
-            return NGramDrafter(min_match=min_match, depth=max(widths[-1] - 1, 1), sizes=widths)
-        except ValueError as error:
-            raise ValueError(f"ngram_sizes {sizes!r}: {error}") from None
-    shape = parse_expansion(tree)
-    if name == "self":
-        return ModelDrafter(target.model, shape, target.tokenizer.vocab_size)
+    models = [name for name in names if name not in ("ngram", "none")]
+    if len(trees) not in (1, len(models)):
+        raise ValueError(
+            f"{len(trees)} trees for {len(models)} model drafters: give one, or one each."
+        )
+    shapes = dict(zip(range(len(models)), itertools.cycle(map(parse_expansion, trees))))
+    made: list[Drafter] = []
+    for name in names:
+        if name == "none":
+            made.append(RootDrafter())
+        elif name == "ngram":
+            made.append(_ngram(sizes, min_match))
+        else:
+            model = target.model if name == "self" else _load_drafter(name, target, dtype)
+            shape = shapes[sum(isinstance(each, ModelDrafter) for each in made)]
+            vocab = target.tokenizer.vocab_size
+            made.append(ModelDrafter(model, shape, vocab, Children(children)))
+    return made[0] if len(made) == 1 else EnsembleDrafter(tuple(made))
+
+
+def _ngram(sizes: str, min_match: int) -> NGramDrafter:
+    try:
+        widths = tuple(int(size) for size in sizes.split(","))
+        return NGramDrafter(min_match=min_match, depth=max(widths[-1] - 1, 1), sizes=widths)
+    except ValueError as error:
+        raise ValueError(f"ngram_sizes {sizes!r}: {error}") from None
+
+
+def _load_drafter(name: str, target: Loaded, dtype: jax.typing.DTypeLike) -> Transformer:
     drafter = load(name, dtype)
     check_same_vocabulary(target.tokenizer, drafter.tokenizer)
-    return ModelDrafter(drafter.model, shape, target.tokenizer.vocab_size)
+    return drafter.model
 
 
 def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:

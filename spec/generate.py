@@ -218,7 +218,7 @@ def begin(
         token_BT[row, : len(prompt)] = prompt
     needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
     capacity = round_up(max(needed, request.reserve), 64)
-    verifier = _rule_of(drafter, request)
+    verifier = rule_of(drafter, request)
     check_fit(verifier, drafter.children)
     pad = [0] * (B - len(prompts))
     length_B = np.asarray(lengths + pad, np.int32)
@@ -245,7 +245,7 @@ def begin(
     )
 
 
-def _rule_of(drafter: Drafter, request: Request) -> Rule:
+def rule_of(drafter: Drafter, request: Request) -> Rule:
     """Returns the rule asked for, or the usual one: greedy, or the best for such children."""
     if request.rule is not None:
         return rule(request.rule)
@@ -258,8 +258,8 @@ def _rule_of(drafter: Drafter, request: Request) -> Rule:
         Children.WITHOUT_REPLACEMENT: "without_replacement",
         Children.GREEDY_PLUS_ONE: "greedy_plus_one",
     }
-    only = next(iter(drafter.children)) if len(drafter.children) == 1 else None
-    return rule(usual.get(only, "top_down") if only else "top_down")
+    kinds = [*drafter.children]
+    return rule(usual.get(kinds[0], "top_down") if len(kinds) == 1 else "top_down")
 
 
 def _row_keys(seed: int | tuple[int, ...], rows: int, batch: int) -> jax.Array:

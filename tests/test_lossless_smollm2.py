@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 TOKENS, PER_KIND, TIE = 64, 4, 1e-3
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prompts(smollm2):
     _, tokenizer = smollm2
     chosen = [
@@ -34,7 +34,7 @@ def prompts(smollm2):
     return encode(tokenizer, chosen)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def request_(smollm2, prompts):
     _, tokenizer = smollm2
     return Request(
@@ -45,7 +45,7 @@ def request_(smollm2, prompts):
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain(smollm2, prompts, request_):
     model, _ = smollm2
     return [generate(model, RootDrafter(), [prompt], request_)[0] for prompt in prompts]

@@ -1,15 +1,18 @@
 """Tree merge, SpecInfer definition 3.2: the set of sequences is the union, each one once."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec.merge import join, merge, same_path
-from spec.tree import TokenTree
+from spec.tree import TokenTree, ancestor_mask
+from spec.verify import Accepted, Greedy
 from tests import toys
 
 SIZES = (7, 5, 4)
@@ -43,9 +46,14 @@ def assert_well_formed(tree: TokenTree) -> None:
     assert not parent[nodes:].any(), "padding has parent 0"
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.tuples(*(trees(size, root=1) for size in SIZES)))
-def test_merge_is_the_union(parts):
+def cases(count: int):
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+PARTS = st.tuples(*(trees(size, root=1) for size in SIZES))
+
+
+def check_union(parts: tuple[TokenTree, ...]) -> None:
     joined = _join(parts)
     merged, slot_BN = _merge(parts)
     union = {path for part in parts for path in toys.paths(part).values()}
@@ -62,7 +70,56 @@ def test_merge_is_the_union(parts):
             assert slot[i] == merged.size
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@cases(100)
+@given(PARTS)
+def test_merge_is_the_union(parts):
+    check_union(parts)
+
+
+@pytest.mark.slow
+@cases(1000)
+@given(PARTS)
+def test_a_thousand_merges_are_the_union(parts):
+    check_union(parts)
+
+
+@toys.quick
+def _greedy(tree: TokenTree, best_BN: jax.Array) -> Accepted:
+    return Greedy().accept(tree, ancestor_mask(tree), best_BN, tree.size)
+
+
+def accepted_tokens(tree: TokenTree, best_of: Callable[[tuple[int, ...]], int]) -> tuple[int, ...]:
+    """The drafts that a target accepts whose best token after a sequence is `best_of`."""
+    spelled = toys.paths(tree)
+    best_BN = np.array([[best_of(spelled.get(i, ())) for i in range(tree.size)]], np.int32)
+    done = _greedy(tree, best_BN)
+    return spelled[int(done.node_BP[0, done.count_B[0] - 1])][1:]
+
+
+def check_greedy(parts: tuple[TokenTree, ...], seed: int) -> None:
+    def best_of(path: tuple[int, ...]) -> int:
+        return int(np.random.default_rng([seed, *path]).integers(3))
+
+    merged, _ = _merge(parts)
+    alone = [accepted_tokens(part, best_of) for part in parts]
+    assert accepted_tokens(merged, best_of) == max(alone, key=len)
+
+
+@cases(100)
+@given(PARTS, st.integers(0, 9))
+def test_greedy_accepts_from_a_merge_what_the_best_part_would_give(parts, seed):
+    """Never less than any input tree, and nothing that no input tree holds."""
+    check_greedy(parts, seed)
+
+
+@pytest.mark.slow
+@cases(1000)
+@given(PARTS, st.integers(0, 9))
+def test_greedy_on_a_thousand_merges(parts, seed):
+    check_greedy(parts, seed)
+
+
+@cases(50)
 @given(trees(SIZES[0], root=1))
 def test_same_path_says_which_nodes_spell_the_same(tree):
     same, spelled = np.asarray(_same_path(tree)[0]), toys.paths(tree)
