@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/c
 # One thread pool a test process: two processes on two cores.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
-.PHONY: demo test lint lossless exact exact-smollm2 parity bench-decode bench-verify clean
+.PHONY: demo test lint lossless exact exact-smollm2 test-kernels parity bench-decode bench-verify clean
 
 demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
 	$(BIN)/python -m experiments.generate --out out/demo
@@ -26,6 +26,9 @@ exact: .venv/ready  ## Every rule of verification, by enumeration and by statist
 
 exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (long).
 	$(PYTEST) -q -rP -n 2 --dist load -m slow tests/test_statistics_smollm2.py
+
+test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
+	$(PYTEST) -q -n 2 -m slow tests/test_attention_kernels.py tests/test_attention_reference.py
 
 parity: .venv/ready-parity  ## Our logits against transformers' (installs torch).
 	$(PYTEST) -q -s -m parity tests/parity

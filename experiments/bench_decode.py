@@ -33,7 +33,7 @@ from models.kv_cache import KVCache
 from models.transformer import Transformer, causal_mask
 from spec.drafters import Drafter, NGramDrafter, RootDrafter
 from spec.generate import Request, generate, round_up, warm_up
-from spec.verify import best_token
+from spec.sampling import best_token
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -23,10 +23,10 @@ from models.kv_cache import KVCache, commit, take_path
 from models.presets import preset
 from spec.drafters.children import choose
 from spec.draws import Children, Draws, Kind, merge_drawn, point_mass
-from spec.sampling import Sampling, Use, probabilities, rows
+from spec.sampling import Sampling, Use, best_token, probabilities, rows
 from spec.tree import TokenTree, ancestor_mask
 from spec.tree_shapes import TreeShape, expansion
-from spec.verify import RULES, Accepted, Greedy, Keys, best_token
+from spec.verify import RULES, Accepted, Greedy, Keys
 from spec.verify.rule import pick
 
 RESULTS = pathlib.Path(__file__).parent / "results"

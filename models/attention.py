@@ -86,7 +86,7 @@ class Attention(nnx.Module):
             tree = LayerKV(
                 *(jnp.concatenate(pair, axis=1) for pair in zip(earlier, kv, strict=True))
             )
-        mixed_BNHA = tree_attention(
+        mixed_BNHA, _ = tree_attention(
             q_BNHA, *cached, ctx.length_B, tree.k_BNKA, tree.v_BNKA, ctx.mask_BNM
         )
         out_BND = comm.row_matmul(mixed_BNHA, comm.gather(self.o_HAD[...]))

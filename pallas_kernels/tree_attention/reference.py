@@ -14,34 +14,25 @@ def tree_attention(
     tree_k_BMKA: jax.Array,
     tree_v_BMKA: jax.Array,
     mask_BNM: jax.Array,
-) -> jax.Array:
-    """Attends from N tree nodes to a cached prefix and to the M nodes of the tree so far.
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.tree_attention`, which checks the arguments.
 
-    Equals ordinary causal attention along every root-to-node path (tree attention, SpecInfer
-    definition 4.1) when `mask_BNM` is the ancestor mask. One function serves four callers:
-    M = N a tree under verification or (mask lower triangular) a chunk of a prompt; N = 1 plain
-    decoding; S = 0 training; M > N a tree grown level by level, the queries being its last level.
-
-    Scores and the softmax are float32 whatever the inputs are. Masking selects instead of adding
-    or multiplying, so that NaN in unused cache slots cannot leak. A query that may see nothing
-    gives zeros, with a finite gradient.
+    Scores and the softmax are float32 or wider whatever the inputs are. Masking selects instead of
+    adding or multiplying, so that NaN in unused cache slots cannot leak. The gradient is finite
+    for queries that see nothing, too.
 
     Args:
-        q_BNHA: queries, already rotated; H = K * G query heads, head h reads kv head h // G.
-        k_BKSA: cached keys, slots >= length_B unread.
+        q_BNHA: queries.
+        k_BKSA: cached keys.
         v_BKSA: cached values.
-        length_B: int32, number of cached tokens of each row, 0..S.
-        tree_k_BMKA: keys of the tree nodes.
-        tree_v_BMKA: values of the tree nodes.
-        mask_BNM: bool, True where query n may see tree node m.
+        length_B: int32, cached tokens of each row.
+        tree_k_BMKA: keys of tree nodes.
+        tree_v_BMKA: values of tree nodes.
+        mask_BNM: bool.
 
     Returns:
-        [B, N, H, A] in the dtype of `q_BNHA`. Unit: as the values.
-
-    Raises:
-        ValueError: if H is not a multiple of K or the arrays do not fit each other.
+        The output [B, N, H, A] and the log-sum-exp of the scores [B, N, H].
     """
-    _check(q_BNHA, k_BKSA, v_BKSA, tree_k_BMKA, tree_v_BMKA, mask_BNM)
     B, N, H, A = q_BNHA.shape
     K, S = k_BKSA.shape[1:3]
     precision = lax.Precision.HIGHEST if q_BNHA.dtype.itemsize >= 4 else lax.Precision.DEFAULT
@@ -65,7 +56,9 @@ def tree_attention(
     top = lax.stop_gradient(jnp.where(top == -jnp.inf, jnp.zeros_like(top), top))
     prefix_BKGNS, tree_BKGNM = jnp.exp(prefix_BKGNS - top), jnp.exp(tree_BKGNM - top)
     total_BKGN1 = prefix_BKGNS.sum(-1, keepdims=True) + tree_BKGNM.sum(-1, keepdims=True)
-    scale = 1 / jnp.where(total_BKGN1 == 0, jnp.ones_like(total_BKGN1), total_BKGN1)
+    safe_BKGN1 = jnp.where(total_BKGN1 == 0, jnp.ones_like(total_BKGN1), total_BKGN1)
+    scale = 1 / safe_BKGN1
+    lse_BKGN1 = jnp.where(total_BKGN1 == 0, -jnp.inf, top + jnp.log(safe_BKGN1))
 
     def mix(equation: str, weight: jax.Array, v: jax.Array) -> jax.Array:
         weight = (weight * scale).astype(v.dtype)
@@ -76,30 +69,12 @@ def tree_attention(
     v_BKSA = jnp.where(jnp.broadcast_to(seen, v_BKSA.shape), v_BKSA, jnp.zeros_like(v_BKSA))
     out_BNKGA = mix("BKGNS,BKSA->BNKGA", prefix_BKGNS, v_BKSA)
     out_BNKGA += mix("BKGNM,BMKA->BNKGA", tree_BKGNM, tree_v_BMKA)
-    return out_BNKGA.reshape(B, N, H, A).astype(q_BNHA.dtype)
+    lse_BNH = lse_BKGN1[..., 0].transpose(0, 3, 1, 2).reshape(B, N, H)
+    return out_BNKGA.reshape(B, N, H, A).astype(q_BNHA.dtype), lse_BNH.astype(jnp.float32)
 
 
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, tree_k: jax.Array, tree_v: jax.Array, mask: jax.Array
-) -> None:
-    B, N, H, A = q.shape
-    K, S = k.shape[1:3]
-    M = tree_k.shape[1]
-    if H % K:
-        raise ValueError(
-            f"{H} query heads do not divide into {K} key/value heads: give a multiple of {K}."
-        )
-    wanted = {
-        "k_BKSA": (k, (B, K, S, A)),
-        "v_BKSA": (v, (B, K, S, A)),
-        "tree_k_BMKA": (tree_k, (B, M, K, A)),
-        "tree_v_BMKA": (tree_v, (B, M, K, A)),
-        "mask_BNM": (mask, (B, N, M)),
-    }
-    for name, (array, shape) in wanted.items():
-        if array.shape != shape:
-            raise ValueError(
-                f"{name} has shape {array.shape}, wanted {shape} for queries {q.shape}."
-            )
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"mask_BNM has dtype {mask.dtype}, wanted bool.")
+def gather_pages(pages_PKSA: jax.Array, table_BX: jax.Array) -> jax.Array:
+    """Returns each row's pages side by side: [B, K, X * S, A]."""
+    rows_BXKSA = pages_PKSA[table_BX]
+    B, X, K, S, A = rows_BXKSA.shape
+    return rows_BXKSA.swapaxes(1, 2).reshape(B, K, X * S, A)

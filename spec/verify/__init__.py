@@ -4,7 +4,7 @@ One interface, seven rules. Each is exact for the trees that it admits, and refu
 """
 
 from spec.verify.block import Block
-from spec.verify.greedy import Greedy, best_token
+from spec.verify.greedy import Greedy
 from spec.verify.naive import Naive
 from spec.verify.rule import Accepted, Keys, Law, Rule
 from spec.verify.top_down import TopDown
@@ -21,7 +21,6 @@ __all__ = [
     "Rule",
     "TopDown",
     "Traversal",
-    "best_token",
     "rule",
 ]
 

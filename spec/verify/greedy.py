@@ -6,16 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from spec.draws import Children, Draws
+from spec.sampling import best_token
 from spec.tree import TokenTree, ancestor_mask
 from spec.verify.rule import Accepted, Keys, Law, Target, path_to, pick
-
-
-def best_token(logits_BNV: jax.Array) -> jax.Array:
-    """Returns the most probable token of each node, int32 [B, N]; the lowest id among equals.
-
-    `top_k` instead of `argmax`: the same answer, four times faster on XLA:CPU at V = 49152.
-    """
-    return jax.lax.top_k(logits_BNV, 1)[1][..., 0].astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

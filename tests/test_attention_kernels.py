@@ -1,0 +1,218 @@
+"""Every implementation of tree attention against a dense float64 softmax.
+
+The TPU kernel runs in interpret mode with race detection; a GPU kernel would run where a GPU is.
+`make test-kernels` runs the whole grid, `make test` a part of it.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tree_attention import block_sizes, tree_attention
+from pallas_kernels.tree_attention.block_sizes import Blocks
+from tests import toys
+from tests.test_attention_reference import dense, inputs
+
+HEADS = ((6, 2), (7, 1), (4, 4))
+IMPLEMENTATIONS = ("reference", "tpu")
+
+
+def races_found() -> bool:
+    """Of the last interpreted call; jax 0.10.2 has no public way to ask."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return bool(interpret_pallas_call.races.races_found)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attend(request, monkeypatch):
+    """The public function with small blocks, so that small shapes have several."""
+    monkeypatch.setattr(block_sizes, "DEFAULT", Blocks(kv=64, rows=32))
+    return lambda *args, **options: run(request.param, *args, **options)
+
+
+def run(implementation, *args, races=True, **options):
+    if implementation != "tpu":
+        return tree_attention(*args, implementation=implementation, **options)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=races)):
+        out = jax.block_until_ready(tree_attention(*args, implementation="tpu", **options))
+    assert not (races and races_found())
+    return out
+
+
+def scale_of(args):
+    """The largest value: a weighted mean of values is at most that."""
+    return max(float(jnp.abs(args[i].astype(jnp.float32)).max(initial=1)) for i in (2, 5))
+
+
+def assert_right(got, args):
+    out, lse = got
+    tolerance = 2e-6 if args[0].dtype == jnp.float32 else 2e-2
+    assert out.dtype == args[0].dtype
+    want, want_lse = dense(*args, with_lse=True)
+    assert np.abs(np.asarray(out, np.float64) - want).max() <= tolerance * scale_of(args)
+    blind = np.isneginf(want_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), blind)
+    assert not np.asarray(out, np.float32)[blind].any(), "a blind query gives zeros"
+    np.testing.assert_allclose(
+        np.asarray(lse)[~blind], want_lse[~blind], rtol=tolerance, atol=10 * tolerance
+    )
+
+
+def arguments(N, S, A, heads, dtype=jnp.float32, M=None, seed=0):
+    return inputs(np.random.default_rng(seed + N + S), N, S, A, *heads, M=M, dtype=dtype)
+
+
+# Widths, ratios, one node, a tree over a lane's width, lengths that end inside a block.
+SOME = [(1, 64, 64, (6, 2)), (21, 192, 80, (7, 1)), (5, 130, 128, (4, 4))]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_float32(attend, case):
+    args = arguments(*case)
+    assert_right(attend(*args), args)
+
+
+def test_bfloat16(attend):
+    args = arguments(9, 128, 96, (6, 2), jnp.bfloat16)
+    assert_right(attend(*args), args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("A", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("N", "S"), [(1, 4096), (3, 1000), (64, 1024), (256, 128), (130, 96)])
+def test_every_width(attend, N, S, A, dtype):
+    args = arguments(N, S, A, HEADS[(N + A) % 3], dtype)
+    assert_right(attend(*args), args)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.sampled_from([64, 80]),
+    st.sampled_from(HEADS),
+    st.integers(0, 99),
+)
+def test_any_shape(N, blocks, A, heads, seed):
+    args = arguments(N, 16 * blocks, A, heads, seed=seed)
+    for implementation in IMPLEMENTATIONS:
+        assert_right(run(implementation, *args), args)
+
+
+@pytest.mark.slow
+def test_a_long_cache(attend):
+    """One head, 128k slots, without race detection."""
+    args = inputs(np.random.default_rng(0), 2, 131072, 64, 1, 1, batch=2)
+    assert_right(attend(*args, races=False), args)
+
+
+def test_more_tree_nodes_than_queries(attend):
+    """A level of a tree behind the levels before it."""
+    args = arguments(3, 64, 64, (6, 2), M=11)
+    assert_right(attend(*args), args)
+
+
+def test_unused_slots_may_hold_anything(attend):
+    args = list(arguments(4, 128, 64, (6, 2)))
+    clean = attend(*args)
+    unused = np.arange(128)[None, :] >= np.asarray(args[3])[:, None]
+    for i in (1, 2):
+        array = np.array(args[i])
+        array[np.broadcast_to(unused[:, None, :, None], array.shape)] = np.nan
+        args[i] = jnp.asarray(array)
+    jax.tree.map(np.testing.assert_array_equal, attend(*args), clean)
+
+
+def test_a_block_table(attend):
+    """Pages in any order, shared or unused, give what the same tokens give side by side."""
+    q, k, v, length, tree_k, tree_v, mask = arguments(5, 128, 64, (6, 2))
+    table_BX = jnp.asarray([[4, 0], [2, 6], [1, 5]], jnp.int32)
+    pages = [
+        jnp.zeros((7, 2, 64, 64))
+        .at[table_BX.ravel()]
+        .set(array.reshape(3, 2, 2, 64, 64).swapaxes(1, 2).reshape(6, 2, 64, 64))
+        for array in (k, v)
+    ]
+    got = attend(q, *pages, length, tree_k, tree_v, mask, table_BX)
+    assert_right(got, (q, k, v, length, tree_k, tree_v, mask))
+
+
+def test_equals_causal_attention_along_each_path(attend):
+    """SpecInfer definition 4.1: node by node, its ancestors as an ordinary sequence."""
+    q, k, v, length, tree_k, tree_v, _ = arguments(7, 64, 64, (6, 2))
+    mask = toys.walked_mask(toys.random_tree(np.random.default_rng(8), 7, 9, batch=3))
+    out, _ = attend(q, k, v, length, tree_k, tree_v, jnp.asarray(mask))
+    for b, n in itertools.product(range(3), range(7)):
+        path = np.flatnonzero(mask[b, n])
+        causal = np.tril(np.ones((len(path), len(path)), bool))[None]
+        alone = dense(
+            q[b : b + 1, path], k[b : b + 1], v[b : b + 1], length[b : b + 1],
+            tree_k[b : b + 1, path], tree_v[b : b + 1, path], causal,
+        )  # fmt: skip
+        np.testing.assert_allclose(out[b, n], alone[0, -1], atol=1e-5)
+
+
+def test_one_mask_for_all_rows(attend):
+    q, k, v, length, tree_k, tree_v, _ = arguments(5, 64, 64, (6, 2))
+    mask = jnp.tril(jnp.ones((5, 5), jnp.bool_))
+    args = (q, k, v, length, tree_k, tree_v)
+    assert_right(attend(*args, mask), (*args, jnp.broadcast_to(mask, (3, 5, 5))))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "A", "dtype", "words"),
+    [
+        ("tpu", 16, jnp.float32, "heads of 16: the TPU kernel takes"),
+        ("tpu", 64, jnp.float16, "float16 queries"),
+        ("cuda", 64, jnp.float32, "choose reference or"),
+    ],
+)
+def test_an_explicit_choice_is_kept_or_refused(implementation, A, dtype, words):
+    args = arguments(3, 64, A, (6, 2), dtype)
+    with pytest.raises(ValueError, match=words):
+        tree_attention(*args, implementation=implementation)
+
+
+def test_the_platform_decides_by_default():
+    """Lowered for a TPU the kernel, for a CPU the reference; where it does not fit, never."""
+    for case, kernel in (((3, 64, 64, (6, 2)), True), ((3, 64, 16, (6, 2)), False)):
+        args = arguments(*case)
+        for platform, expected in (("tpu", kernel), ("cpu", False)):
+            exported = jax.export.export(jax.jit(tree_attention), platforms=[platform])(*args)
+            assert ("tpu_custom_call" in exported.mlir_module()) == expected
+
+
+def test_a_mask_that_forgets_an_ancestor_is_refused():
+    """Node 2 sees 1, which sees 0, but not 0: at trace time if constant, else when checked."""
+    args = list(arguments(3, 64, 64, (6, 2)))
+    broken = np.tril(np.ones((3, 3, 3), bool))
+    broken[1, 2, 0] = False
+    args[6] = jnp.asarray(broken)
+    with pytest.raises(ValueError, match="not closed under ancestors"):
+        tree_attention(*args)
+    checked = jax.jit(checkify.checkify(lambda *a: tree_attention(*a, checked=True)))
+    error, _ = checked(*args)
+    with pytest.raises(checkify.JaxRuntimeError, match="not closed under ancestors"):
+        error.throw()
+
+
+def test_lengths_and_tables_out_of_range_are_refused_when_checked():
+    args = list(arguments(3, 64, 64, (6, 2)))
+    checked = jax.jit(checkify.checkify(lambda *a: tree_attention(*a, checked=True)))
+    checked(*args)[0].throw()
+    args[3] = jnp.asarray([0, 65, 64], jnp.int32)
+    with pytest.raises(checkify.JaxRuntimeError, match=r"length_B = .*wanted 0\.\.64"):
+        checked(*args)[0].throw()
+    args[3] = jnp.asarray([0, 1, 64], jnp.int32)
+    with pytest.raises(checkify.JaxRuntimeError, match=r"(?s)table_BX = .*wanted 0\.\.2"):
+        checked(*args, jnp.asarray([[0], [1], [3]], jnp.int32))[0].throw()
