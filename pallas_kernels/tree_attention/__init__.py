@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from pallas_kernels.tree_attention import reference, tpu
+from pallas_kernels.tree_attention import gpu, reference, tpu
 from pallas_kernels.tree_attention.block_sizes import blocks_for
 
 __all__ = ["Implementation", "tree_attention"]
@@ -54,8 +54,9 @@ def tree_attention(
             whose rows are the pages.
         implementation: "reference" runs anywhere; "tpu" and "gpu" are kernels, and an argument
             that they do not take is an error. None picks by the platform that the program is
-            lowered for: the TPU kernel on TPUs, the reference elsewhere, for arguments that the
-            kernel does not take, and for S = 0, where gradients are wanted.
+            lowered for: the TPU kernel on TPUs, the GPU kernel if this machine's GPUs are Hopper
+            or newer, the reference elsewhere, for arguments that the kernel does not take, and for
+            S = 0, where gradients are wanted. To build for a GPU that is not here, name it.
         checked: under `checkify.checkify`, verify at run time what is only known then: lengths
             within 0..S, a table within the pages, a mask closed under ancestors.
         device_kind: whose tuned block sizes to use, as `jax.Device.device_kind`; None for the
@@ -86,9 +87,10 @@ def tree_attention(
     blocks = blocks_for(kind, rows, q_BNHA.shape[3], slots)
     plain = functools.partial(_plain, dense=dense)
     kernels: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-        "tpu": functools.partial(tpu.tree_attention, blocks=blocks)
+        "tpu": functools.partial(tpu.tree_attention, blocks=blocks),
+        "gpu": functools.partial(gpu.tree_attention, blocks=blocks),
     }
-    refusals = {"tpu": tpu.refusal(q_BNHA, k_BKSA)}
+    refusals = {name: each.refusal(q_BNHA, k_BKSA) for name, each in (("tpu", tpu), ("gpu", gpu))}
     if implementation == "reference":
         return plain(*args)
     if implementation is not None:
@@ -99,10 +101,20 @@ def tree_attention(
         if refusals[implementation]:
             raise ValueError(f"implementation = {implementation!r}: {refusals[implementation]}")
         return kernels[implementation](*args)
-    fit = {name: kernel for name, kernel in kernels.items() if not refusals[name]}
-    if not fit or not slots:
+    fit = {}
+    if not refusals["tpu"]:
+        fit["tpu"] = kernels["tpu"]
+    if not refusals["gpu"] and _has_hopper():
+        fit["cuda"] = kernels["gpu"]
+    if not fit:
         return plain(*args)
     return jax.lax.platform_dependent(*args, **fit, default=plain)
+
+
+def _has_hopper() -> bool:
+    """Says whether this machine's GPUs run the GPU kernel: compute capability 9.0 or more."""
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    return bool(gpus) and all(float(gpu.compute_capability) >= 9 for gpu in gpus)
 
 
 def _plain(
