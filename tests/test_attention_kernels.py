@@ -1,7 +1,9 @@
 """Every implementation of tree attention against a dense float64 softmax.
 
-The TPU kernel runs in interpret mode with race detection; a GPU kernel would run where a GPU is.
-`make test-kernels` runs the whole grid, `make test` a part of it.
+The kernels run in interpret mode with race detection, the GPU kernel on a GPU where there is one.
+`make test-kernels` runs the whole grid, `make test` a part of it. The interpreter of Mosaic GPU is
+slow and multiplies outside (see gpu.py): fetching, waiting, masks, splits and their combination are
+what it tests.
 """
 
 import itertools
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention import block_sizes, tree_attention
+from pallas_kernels.tree_attention import block_sizes, gpu, tree_attention
 from pallas_kernels.tree_attention.block_sizes import Blocks
 from tests import toys
 from tests.test_attention_reference import dense, inputs
@@ -50,6 +52,19 @@ def run(implementation, *args, races=True, **options):
 def scale_of(args):
     """The largest value: a weighted mean of values is at most that."""
     return max(float(jnp.abs(args[i].astype(jnp.float32)).max(initial=1)) for i in (2, 5))
+
+
+def run_gpu(*args):
+    """On the GPU if it can, else interpreted."""
+    on_gpu = any(device.platform == "gpu" for device in jax.devices())
+    if on_gpu:
+        return tree_attention(*args, implementation="gpu")
+    # jax 0.10.2 does not export the parameters of this interpreter.
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    table_BX = jnp.arange(len(args[0]), dtype=jnp.int32)[:, None] if len(args) == 7 else args[7]
+    interpret = InterpretGPUParams(detect_races=True)
+    return gpu.tree_attention(*args[:7], table_BX, blocks=Blocks(64, 64), interpret=interpret)
 
 
 def assert_right(got, args):
@@ -116,6 +131,44 @@ def test_a_long_cache(attend):
     assert_right(attend(*args, races=False), args)
 
 
+def dirty(args):
+    """NaN in all slots that hold nothing."""
+    args = list(args)
+    unused = np.arange(args[1].shape[2])[None, :] >= np.asarray(args[3])[:, None]
+    for i in (1, 2):
+        array = np.array(args[i])
+        array[np.broadcast_to(unused[:, None, :, None], array.shape)] = np.nan
+        args[i] = jnp.asarray(array)
+    return args
+
+
+def test_gpu_kernel():
+    """Rows of length 0 and 96 of 192, several splits, NaN in unused slots."""
+    args = inputs(np.random.default_rng(3), 3, 192, 64, 2, 1, dtype=jnp.bfloat16, batch=2)
+    assert gpu.split(2, 3) == (3, 1)
+    assert_right(run_gpu(*dirty(args)), args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("N", "S", "A", "heads"),
+    [(1, 256, 128, (7, 1)), (21, 128, 80, (6, 2)), (33, 64, 96, (2, 1)), (5, 128, 256, (4, 4))],
+)
+def test_gpu_kernel_widths(N, S, A, heads, dtype):
+    """One node, several blocks of rows, every head size."""
+    args = arguments(N, S, A, heads, dtype)
+    assert_right(run_gpu(*dirty(args)), args)
+
+
+@pytest.mark.slow
+def test_gpu_kernel_with_a_block_table():
+    q, k, v, length, tree_k, tree_v, mask = arguments(3, 128, 64, (2, 1), jnp.bfloat16)
+    table_BX, pages = paged(k, v)
+    got = run_gpu(q, *pages, length, tree_k, tree_v, mask, table_BX)
+    assert_right(got, (q, k, v, length, tree_k, tree_v, mask))
+
+
 def test_more_tree_nodes_than_queries(attend):
     """A level of a tree behind the levels before it."""
     args = arguments(3, 64, 64, (6, 2), M=11)
@@ -123,26 +176,27 @@ def test_more_tree_nodes_than_queries(attend):
 
 
 def test_unused_slots_may_hold_anything(attend):
-    args = list(arguments(4, 128, 64, (6, 2)))
-    clean = attend(*args)
-    unused = np.arange(128)[None, :] >= np.asarray(args[3])[:, None]
-    for i in (1, 2):
-        array = np.array(args[i])
-        array[np.broadcast_to(unused[:, None, :, None], array.shape)] = np.nan
-        args[i] = jnp.asarray(array)
-    jax.tree.map(np.testing.assert_array_equal, attend(*args), clean)
+    args = arguments(4, 128, 64, (6, 2))
+    jax.tree.map(np.testing.assert_array_equal, attend(*dirty(args)), attend(*args))
+
+
+def paged(k, v):
+    """The two halves of three rows on pages in any order, one page unused."""
+    table_BX = jnp.asarray([[4, 0], [2, 6], [1, 5]], jnp.int32)
+    B, K, S, A = k.shape
+    pages = [
+        jnp.zeros((7, K, S // 2, A), k.dtype)
+        .at[table_BX.ravel()]
+        .set(array.reshape(B, K, 2, S // 2, A).swapaxes(1, 2).reshape(6, K, S // 2, A))
+        for array in (k, v)
+    ]
+    return table_BX, pages
 
 
 def test_a_block_table(attend):
-    """Pages in any order, shared or unused, give what the same tokens give side by side."""
+    """Pages in any order give what the same tokens give side by side."""
     q, k, v, length, tree_k, tree_v, mask = arguments(5, 128, 64, (6, 2))
-    table_BX = jnp.asarray([[4, 0], [2, 6], [1, 5]], jnp.int32)
-    pages = [
-        jnp.zeros((7, 2, 64, 64))
-        .at[table_BX.ravel()]
-        .set(array.reshape(3, 2, 2, 64, 64).swapaxes(1, 2).reshape(6, 2, 64, 64))
-        for array in (k, v)
-    ]
+    table_BX, pages = paged(k, v)
     got = attend(q, *pages, length, tree_k, tree_v, mask, table_BX)
     assert_right(got, (q, k, v, length, tree_k, tree_v, mask))
 
@@ -174,6 +228,8 @@ def test_one_mask_for_all_rows(attend):
     [
         ("tpu", 16, jnp.float32, "heads of 16: the TPU kernel takes"),
         ("tpu", 64, jnp.float16, "float16 queries"),
+        ("gpu", 64, jnp.float32, "tf32"),
+        ("gpu", 16, jnp.bfloat16, "heads of 16: the GPU kernel takes"),
         ("cuda", 64, jnp.float32, "choose reference or"),
     ],
 )

@@ -22,7 +22,6 @@ from pallas_kernels.tree_attention.block_sizes import Blocks
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 ROWS = 64  # of one wgmma
-STAGES = 3  # blocks of the cache in flight
 # Blocks of threads that keep the chip busy: two for each multiprocessor of an H100.
 _BUSY = 264
 _NOTHING = -1e30  # finite: a row that has seen nothing subtracts it from itself without NaN
@@ -62,8 +61,11 @@ def tree_attention(
     B, N, H, A = q_BNHA.shape
     K, S = k_PKSA.shape[1:3]
     X, G = table_BX.shape[1], H // K
-    block_kv = block_of(S, A, blocks.kv)
+    block_kv, stages = block_of(S, A, blocks.kv)
     R = -(-N * G // ROWS) * ROWS
+    # A single block of rows writes only tiles that hold queries.
+    kept = ROWS if R > ROWS else -(-N * G // 8) * 8
+    R_out = R - ROWS + kept
     q_BKRA = q_BNHA.reshape(B, N, K, G, A).transpose(0, 2, 1, 3, 4).reshape(B, K, N * G, A)
     q_BKRA = jnp.pad(q_BKRA, ((0, 0), (0, 0), (0, R - N * G), (0, 0)))
     per_page = S // block_kv
@@ -79,23 +81,22 @@ def tree_attention(
         interpreted=interpret is not None,
     )
     tile, out_tile = _tiled(A, q_BNHA.dtype), _tiled(A, jnp.dtype(jnp.float32))
-    out_ZBKRA, lse_ZBKR = plgpu.kernel(
+    out_ZBKRA, lse_ZBKrR = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((splits, B, K, R, A), jnp.float32),
-            jax.ShapeDtypeStruct((splits, B, K, R), jnp.float32),
+            jax.ShapeDtypeStruct((splits, B, K, R_out, A), jnp.float32),
+            jax.ShapeDtypeStruct((splits, B, K, R // ROWS, ROWS), jnp.float32),
         ),
         scratch_types=[
             plgpu.SMEM((ROWS, A), q_BNHA.dtype, transforms=tile),
-            plgpu.SMEM((STAGES, block_kv, A), q_BNHA.dtype, transforms=tile),
-            plgpu.SMEM((STAGES, block_kv, A), q_BNHA.dtype, transforms=tile),
+            plgpu.SMEM((stages, block_kv, A), q_BNHA.dtype, transforms=tile),
+            plgpu.SMEM((stages, block_kv, A), q_BNHA.dtype, transforms=tile),
             plgpu.SMEM((ROWS, A), jnp.float32, transforms=out_tile),
-            plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
         ],
         grid=(splits, R // ROWS, K, B),
         grid_names=("split", "rows", "head", "batch"),
@@ -116,7 +117,7 @@ def tree_attention(
     )
     return combine(
         jnp.concatenate([by_node(out_ZBKRA), tree_out.astype(jnp.float32)[None]]),
-        jnp.concatenate([by_node(lse_ZBKR), tree_lse[None]]),
+        jnp.concatenate([by_node(lse_ZBKrR.reshape(splits, B, K, R)), tree_lse[None]]),
         q_BNHA.dtype,
     )
 
@@ -154,7 +155,6 @@ def _kernel(
     k_ZSA: Any,
     v_ZSA: Any,
     out_RA: Any,
-    lse_R: Any,
     q_ready: Any,
     k_ready: Any,
     v_ready: Any,
@@ -168,7 +168,7 @@ def _kernel(
 ) -> None:
     """One stretch of the cache for 64 rows. Group 0 computes, group 1 fetches."""
     z, r, head, b = (lax.axis_index(name) for name in ("split", "rows", "head", "batch"))
-    block_kv, A = k_ZSA.shape[1:]
+    stages, block_kv, A = k_ZSA.shape
     first = z * per_split
     length = length_B[b]
 
@@ -184,7 +184,7 @@ def _kernel(
 
         @pl.loop(0, steps)
         def _(step: jax.Array) -> None:
-            slot = lax.rem(step, STAGES)
+            slot = lax.rem(step, stages)
             at = first + step
             page, part = table_BX[b, lax.div(at, per_page)], lax.rem(at, per_page)
             for source, target, ready, free in (
@@ -192,7 +192,7 @@ def _kernel(
                 (v, v_ZSA, v_ready, v_free),
             ):
 
-                @pl.when(step >= STAGES)
+                @pl.when(step >= stages)
                 def _(free: Any = free) -> None:
                     plgpu.barrier_wait(free.at[slot])
 
@@ -208,7 +208,7 @@ def _kernel(
 
         def step_(step: jax.Array, carry: tuple) -> tuple:
             mixed_RA, top_R, total_R = carry
-            slot = lax.rem(step, STAGES)
+            slot = lax.rem(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
 
             score_RS = _scores(q_RA, k_ZSA.at[slot], interpreted)
@@ -249,11 +249,11 @@ def _kernel(
         safe_R = jnp.where(total_R > 0, total_R, 1.0)
         out_RA[...] = mixed_RA / lax.broadcast_in_dim(safe_R, mixed_RA.shape, [0])
         # No step: total is 0 and top the finite nothing, which `combine` weighs as nothing.
-        lse_R[...] = (top_R + jnp.log2(safe_R)) * (1 / _LOG2E)
+        lse[z, b, head, r] = (top_R + jnp.log2(safe_R)) * (1 / _LOG2E)
         plgpu.commit_smem()
-        rows = pl.ds(r * ROWS, ROWS)
-        plgpu.copy_smem_to_gmem(out_RA, out.at[z, b, head, rows])
-        plgpu.copy_smem_to_gmem(lse_R, lse.at[z, b, head, rows])
+        kept = min(ROWS, out.shape[3])
+        rows = pl.ds(r * ROWS, kept)
+        plgpu.copy_smem_to_gmem(out_RA.at[pl.ds(0, kept)], out.at[z, b, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -284,13 +284,14 @@ def _mix(mixed_RA: jax.Array, weight_RS: jax.Array, v_SA: Any, interpreted: bool
     return pl.run_state(multiply)(plgpu.ACC.init(mixed_RA))
 
 
-def block_of(slots: int, head_size: int, wanted: int) -> int:
-    """Returns cached tokens a block: at most `wanted`, 128 (64 for heads of 256), dividing a page.
+def block_of(slots: int, head_size: int, wanted: int) -> tuple[int, int]:
+    """Returns cached tokens a block, 64 or 128, and how many blocks are in flight.
 
-    Shared memory then stays below the 227 KiB of a Hopper block; see `smem_bytes`.
+    Shared memory stays below the 227 KiB of a Hopper block (see `smem_bytes`) with some 100 KiB of
+    the cache on their way.
     """
-    most = min(wanted, 64 if head_size > 128 else 128)
-    return next(size for size in (128, 64, 32, 16) if size <= most and slots % size == 0)
+    block = 128 if head_size <= 64 and wanted >= 128 and slots % 128 == 0 else 64
+    return block, 2 if head_size > 128 else 3
 
 
 def split(blocks: int, steps: int) -> tuple[int, int]:
@@ -300,11 +301,11 @@ def split(blocks: int, steps: int) -> tuple[int, int]:
     return -(-steps // per_split), per_split
 
 
-def smem_bytes(block_kv: int, head_size: int, dtype: jax.typing.DTypeLike) -> int:
+def smem_bytes(block_kv: int, stages: int, head_size: int, dtype: jax.typing.DTypeLike) -> int:
     """Returns the shared memory of a block of threads, whatever the cache's length."""
     size = jnp.dtype(dtype).itemsize
-    cached = 2 * STAGES * block_kv * head_size * size
-    return cached + ROWS * head_size * (size + 4) + ROWS * 4 + 8 * (1 + 4 * STAGES)
+    cached = 2 * stages * block_kv * head_size * size
+    return cached + ROWS * head_size * (size + 4) + 8 * (1 + 4 * stages)
 
 
 def refusal(q_BNHA: jax.Array, k_PKSA: jax.Array) -> str | None:
@@ -319,8 +320,8 @@ def refusal(q_BNHA: jax.Array, k_PKSA: jax.Array) -> str | None:
         )
     if k_PKSA.dtype != dtype:
         return f"a cache of {k_PKSA.dtype} for queries of {dtype}: the GPU kernel takes one dtype."
-    if not S or S % 16:
-        return f"{S} slots a page: the GPU kernel takes a multiple of 16; use the reference."
+    if not S or S % 64:
+        return f"{S} slots a page: the GPU kernel takes a multiple of 64; use the reference."
     return None
 
 
