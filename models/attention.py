@@ -9,7 +9,7 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.layers import Maker, rotate
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import Implementation, tree_attention
 from parallel.comm import Comm
 
 
@@ -32,12 +32,14 @@ class Context:
         sin_BNa: RoPE sines.
         mask_BNM: bool, which tree nodes each query sees, itself included.
         length_B: int32, cached tokens of each row.
+        kernel: implementation of tree attention; None for the platform's own.
     """
 
     cos_BNa: jax.Array
     sin_BNa: jax.Array
     mask_BNM: jax.Array
     length_B: jax.Array
+    kernel: Implementation | None
 
 
 class Attention(nnx.Module):
@@ -87,7 +89,13 @@ class Attention(nnx.Module):
                 *(jnp.concatenate(pair, axis=1) for pair in zip(earlier, kv, strict=True))
             )
         mixed_BNHA, _ = tree_attention(
-            q_BNHA, *cached, ctx.length_B, tree.k_BNKA, tree.v_BNKA, ctx.mask_BNM
+            q_BNHA,
+            *cached,
+            ctx.length_B,
+            tree.k_BNKA,
+            tree.v_BNKA,
+            ctx.mask_BNM,
+            implementation=ctx.kernel,
         )
         out_BND = comm.row_matmul(mixed_BNHA, comm.gather(self.o_HAD[...]))
         if self.o_bias_D is not None:

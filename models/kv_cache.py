@@ -1,7 +1,7 @@
 """The cache protocol: a plain pytree of committed keys and values, and the functions that fill it.
 
 A cache is read by attention and never written there. K/V of tree nodes live apart (`LayerKV`)
-until `commit` scatters those of the accepted path behind each row's length. Rows have their own
+until `commit` writes those of the accepted path behind each row's length. Rows have their own
 lengths. Every function returns a new cache; under `jit` with donation XLA updates it in place.
 
 A paged cache will keep these names and signatures, with pages as the first axis and a block table.
@@ -9,7 +9,7 @@ A paged cache will keep these names and signatures, with pages as the first axis
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,22 +63,33 @@ def commit(cache: KVCache, path: Sequence[LayerKV], count_B: jax.Array) -> KVCac
         The cache, `count_B` longer. Tokens beyond the capacity are dropped (lengths included):
         callers choose a capacity that holds prompt and budget, and inside jit bound the path.
     """
-    B, P = path[0].k_BNKA.shape[:2]
     S = cache.capacity
-    step_P = jnp.arange(P, dtype=jnp.int32)
-    slot_BP = cache.length_B[:, None] + step_P[None, :]
-    # JAX drops a scatter to S (out of range) but wraps -1 and clamps slices: S is the padding.
-    slot_BP = jnp.where(step_P[None, :] < count_B[:, None], jnp.minimum(slot_BP, S), S)
-    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    B, P = path[0].k_BNKA.shape[0], min(path[0].k_BNKA.shape[1], S)
+    # One window of P slots a row, read, merged and written back: unlike a scatter, XLA does it in
+    # place in the layout that attention reads (a scatter costs a relayout of the cache on TPUs).
+    start_B = jnp.minimum(cache.length_B, S - P)
+    shift_B = cache.length_B - start_B  # a window at the end of the cache begins before the row's
+    index_P = jnp.arange(P, dtype=jnp.int32)[None, :]
+    new_BP = (index_P >= shift_B[:, None]) & (index_P < (shift_B + count_B)[:, None])
 
-    def put(slots: jax.Array, new_BPKA: jax.Array) -> jax.Array:
-        return slots.at[row_B1, :, slot_BP].set(new_BPKA.astype(slots.dtype), mode="drop")
+    def put(row: jax.Array, slots: jax.Array, new_BPKA: jax.Array) -> jax.Array:
+        new_KPA = new_BPKA[row, :P].swapaxes(0, 1).astype(slots.dtype)
+        new_KPA = jnp.roll(new_KPA, shift_B[row], axis=1)
+        K, A = new_KPA.shape[0], new_KPA.shape[2]
+        at = (row, 0, start_B[row], 0)
+        old_KPA = jax.lax.dynamic_slice(slots, at, (1, K, P, A))[0]
+        merged_KPA = jnp.where(new_BP[row][None, :, None], new_KPA, old_KPA)
+        return jax.lax.dynamic_update_slice(slots, merged_KPA[None], at)
 
-    return KVCache(
-        tuple(put(k, kv.k_BNKA) for k, kv in zip(cache.k_BKSA, path, strict=True)),
-        tuple(put(v, kv.v_BNKA) for v, kv in zip(cache.v_BKSA, path, strict=True)),
-        jnp.minimum(cache.length_B + count_B, S),
-    )
+    def body(row: jax.Array, slots: tuple[tuple[jax.Array, ...], ...]) -> Any:
+        k_BKSA, v_BKSA = slots
+        return (
+            tuple(put(row, k, kv.k_BNKA) for k, kv in zip(k_BKSA, path, strict=True)),
+            tuple(put(row, v, kv.v_BNKA) for v, kv in zip(v_BKSA, path, strict=True)),
+        )
+
+    k_BKSA, v_BKSA = jax.lax.fori_loop(0, B, body, (cache.k_BKSA, cache.v_BKSA))
+    return KVCache(k_BKSA, v_BKSA, jnp.minimum(cache.length_B + count_B, S))
 
 
 def take_path(tree_kv: Sequence[LayerKV], node_BP: jax.Array) -> tuple[LayerKV, ...]:

@@ -11,6 +11,7 @@ from models.attention import Attention, Context, LayerKV
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.layers import MLP, Maker, RMSNorm, head_logits, maker, rope_tables
+from pallas_kernels.tree_attention import Implementation
 from parallel.comm import LOCAL, Comm
 
 
@@ -58,6 +59,11 @@ class Transformer(nnx.Module):
 
     It is a pytree (weights are the leaves): pass it to jitted functions as an argument, never
     close over it. Decoding uses these unstacked blocks, each layer with its own arrays.
+
+    Attributes:
+        config: its sizes and constants.
+        kernel: implementation of tree attention ("reference", "tpu", "gpu"); None, the default,
+            for the platform's own. Set it to build for a GPU that is not here, or to compare.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Transformer(nnx.Module):
     ):
         make = maker(config, rngs, dtype)
         self.config = config
+        self.kernel: Implementation | None = None
         self.embed_VD = make("VD", config.d_model)
         self.blocks = nnx.List([Block(config, make) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(make, config.norm_eps)
@@ -116,7 +123,8 @@ class Transformer(nnx.Module):
         x_BND = self.embed(token_BN, comm)
         if cache is None:
             cache = KVCache.empty(config, token_BN.shape[0], 0, x_BND.dtype)
-        ctx = Context(*rope_tables(config, position_BN, x_BND.dtype), mask_BNM, cache.length_B)
+        tables = rope_tables(config, position_BN, x_BND.dtype)
+        ctx = Context(*tables, mask_BNM, cache.length_B, self.kernel)
         tree_kv = []
         for i, block in enumerate(self.blocks):
             cached = (cache.k_BKSA[i], cache.v_BKSA[i])

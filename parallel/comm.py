@@ -6,6 +6,7 @@ that is (or none) is decided by whoever built the `Comm`: `LOCAL` on one device,
 runs on any mesh.
 """
 
+import dataclasses
 from typing import Protocol
 
 import jax
@@ -49,6 +50,7 @@ class Comm(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
 class LocalComm:
     """`Comm` of a single device: plain products, nothing sent."""
 
@@ -67,6 +69,24 @@ class LocalComm:
     def scatter_sequence(self, x: jax.Array) -> jax.Array:
         """Returns `x`."""
         return x
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorComm(LocalComm):
+    """`Comm` under `shard_map` with heads and feed-forward width split over one mesh axis.
+
+    Blocking: the reduction behind each row product is waited for. What is not split (embedding,
+    head, norms) is replicated.
+
+    Attributes:
+        axis: mesh axis.
+    """
+
+    axis: str = "tensor"
+
+    def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Sums the devices' partial products: an all-reduce."""
+        return lax.psum(super().row_matmul(x, w), self.axis)
 
 
 def _contract(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, take_path
 from models.transformer import Transformer
+from parallel.comm import LOCAL, Comm
 from spec.drafters.protocol import Drafter, Step, View
 from spec.draws import Draws, drop_invalid
 from spec.metrics import record_size, step_record
@@ -35,6 +36,7 @@ class Settings:
         sampling: temperature, top-k and top-p of each row.
         vocab_size: static; ids from here on are padding of the embedding table and never chosen.
         rule: static; how drafts are verified. `Greedy` takes the best token whatever `sampling`.
+        comm: static; how the target's devices talk. Under `shard_map` the whole step runs inside.
     """
 
     eos_E: jax.Array
@@ -42,6 +44,7 @@ class Settings:
     sampling: Sampling
     vocab_size: int = dataclasses.field(metadata={"static": True})
     rule: Rule = dataclasses.field(metadata={"static": True})
+    comm: Comm = dataclasses.field(default=LOCAL, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -221,7 +224,7 @@ def _verify(
             part = tree.first(size)
             mask_BNN = ancestor_mask(part)
             position_BN = cache.length_B[:, None] + part.depth_BN
-            out = target(part.token_BN, position_BN, mask_BNN, cache)
+            out = target(part.token_BN, position_BN, mask_BNN, cache, comm=settings.comm)
             logits_BNV = out.logits_BNV[..., : settings.vocab_size]
             accepted = _accept(part, draws, mask_BNN, logits_BNV, keys, settings, P)
             # Path slots past the end of a smaller bucket mean the same as past its path: nothing.

@@ -11,6 +11,7 @@ import pytest
 from models.config import ModelConfig, RopeScaling
 from models.layers import rope_frequencies
 from models.transformer import Transformer, causal_mask
+from parallel.comm import LocalComm
 from spec.decode import DecodeState, Settings, spec_step
 from spec.drafters import NGramDrafter, View
 from spec.generate import Request, begin, finish
@@ -98,12 +99,20 @@ def test_request(field):
     assert seen(Request(**(base | {field: value}))) != seen(Request(**base))
 
 
+class Rolled(LocalComm):
+    """A `Comm` that gathers every parameter a little wrong."""
+
+    def gather(self, w):
+        return jnp.roll(w, 1, 0)
+
+
 SETTINGS_CHANGES: dict[str, Any] = {
     "eos_E": jnp.asarray([7], jnp.int32),
     "run_limit": jnp.asarray(1, jnp.int32),
     "vocab_size": 16,
     "sampling": rows(50.0, 0, 1.0, 1),
     "rule": RULES["naive"],
+    "comm": Rolled(),
 }
 # What a change is made beside; one-row sampling of the default request is greedy.
 SETTINGS_BESIDE: dict[str, Any] = {

@@ -91,6 +91,7 @@ def tree_attention(
     def whole(b: jax.Array, k: jax.Array, r: jax.Array, s: jax.Array, *_: Any) -> Index:
         return b, k, 0, 0
 
+    varying = jax.typeof(q_BNHA).manual_axis_type
     out_BKRA, lse_BKR1 = pl.pallas_call(
         functools.partial(
             _kernel, page=S, per_page=per_page, block_kv=block_kv, steps=steps, scale=A**-0.5
@@ -117,8 +118,9 @@ def tree_attention(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((B, K, R, A), q_BNHA.dtype),
-            jax.ShapeDtypeStruct((B, K, R, 1), jnp.float32),
+            # Under `shard_map` the result varies over the mesh as the queries do.
+            jax.ShapeDtypeStruct((B, K, R, A), q_BNHA.dtype, manual_axis_type=varying),
+            jax.ShapeDtypeStruct((B, K, R, 1), jnp.float32, manual_axis_type=varying),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
