@@ -9,6 +9,7 @@ texts.jsonl to --out, and prints a table. Exits with status 1 if any text differ
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 import time
@@ -79,6 +80,27 @@ def define_flags() -> None:
     flags.DEFINE_bool("smoke", False, "One short prompt, 16 tokens.")
 
 
+def check_flags(args: flags.FlagValues) -> None:
+    """Refuses flags that contradict each other, and creates the output folder before any work."""
+    if args.prompt is not None and (args.prompts or args.split):
+        raise ValueError("--prompt is one prompt: leave out --prompts and --split.")
+    if set(args.drafter) <= {"ngram", "none"} and (
+        args["tree"].present or args["children"].present
+    ):
+        raise ValueError(
+            f"--tree and --children describe model drafters, --drafter is {args.drafter}: leave "
+            "them out, or add a model drafter."
+        )
+    if not 0 <= args.seed <= 2**31:
+        raise ValueError(f"--seed {args.seed} must lie in 0..{2**31}.")
+    try:
+        pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {args.out} cannot be a folder ({error}): choose another."
+        ) from error
+
+
 def choose_prompts(args: flags.FlagValues) -> list[prompt_set.Prompt]:
     """Returns what to answer: --prompt, else a whole --split, else one of each kind."""
     if args.prompt is not None:
@@ -131,13 +153,18 @@ def run(
                 runs.append(timed(target, each, ids[group], asked))
                 bar.update()
             (plain, plain_s), (grown, grown_s) = runs
-            plain_ms = 1e3 * plain_s / sum(len(c.token_ids) for c in plain)
-            grown_ms = 1e3 * grown_s / sum(len(c.token_ids) for c in grown)
+            plain_ms, grown_ms = per_token(plain, plain_s), per_token(grown, grown_s)
             for prompt, a, b in zip(prompts[group], plain, grown, strict=True):
                 same = (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
                 rows.append(row(prompt, b, plain_ms, grown_ms, same if comparable else None))
             answers += grown
     return rows, answers
+
+
+def per_token(done: list[Completion], seconds: float) -> float:
+    """Returns milliseconds a token; NaN if there is none."""
+    tokens = sum(len(completion.token_ids) for completion in done)
+    return 1e3 * seconds / tokens if tokens else math.nan
 
 
 def row(
@@ -163,18 +190,17 @@ def row(
 
 def summary(rows: list[dict], answers: list[Completion]) -> dict:
     """Returns the line of totals: sums of tokens, steps and milliseconds."""
-    tokens = [r["tokens"] for r in rows]
+    some = [r for r in rows if r["tokens"]]
 
-    def per_token(column: str) -> float:
-        return sum(r[column] * n for r, n in zip(rows, tokens, strict=True)) / sum(tokens)
+    def mean(column: str) -> float:
+        tokens = sum(r["tokens"] for r in some)
+        return sum(r[column] * r["tokens"] for r in some) / tokens if tokens else math.nan
 
     everything = prompt_set.Prompt("total", "total", "", "")
     whole = dataclasses.replace(answers[0], metrics=total(a.metrics for a in answers))
     verdicts = {r["identical"] for r in rows}
     same = None if verdicts == {"-"} else verdicts == {"yes"}
-    line = row(
-        everything, whole, per_token("plain_ms_per_token"), per_token("spec_ms_per_token"), same
-    )
+    line = row(everything, whole, mean("plain_ms_per_token"), mean("spec_ms_per_token"), same)
     return {**line, "finish": ""}
 
 
@@ -185,6 +211,7 @@ def main(argv: list[str]) -> None:
     args = flags.FLAGS
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators are absent
     try:
+        check_flags(args)
         prompts = choose_prompts(args)
         dtype = setup.default_dtype()
         print(f"Loading {args.target} ({dtype}) ...", flush=True)

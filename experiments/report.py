@@ -65,14 +65,19 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def _commit() -> str:
+    """Returns the commit, marked dirty if anything but result rows differs from it."""
     here = pathlib.Path(__file__).parent
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results"]
     try:
-        run = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(
-            run, cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit, dirty = (
+            subprocess.run(
+                ["git", *run], cwd=here, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for run in (["rev-parse", "--short=12", "HEAD"], changed)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-dirty" if dirty else commit
 
 
 def _processor() -> str:

@@ -76,11 +76,12 @@ def make_drafter(
             another vocabulary.
     """
     models = [name for name in names if name not in ("ngram", "none")]
+    parsed = [parse_expansion(tree) for tree in trees]
     if len(trees) not in (1, len(models)):
         raise ValueError(
             f"{len(trees)} trees for {len(models)} model drafters: give one, or one each."
         )
-    shapes = dict(zip(range(len(models)), itertools.cycle(map(parse_expansion, trees))))
+    shapes = dict(zip(range(len(models)), itertools.cycle(parsed)))
     made: list[Drafter] = []
     for name in names:
         if name == "none":
@@ -98,13 +99,17 @@ def make_drafter(
 def _ngram(sizes: str, min_match: int) -> NGramDrafter:
     try:
         widths = tuple(int(size) for size in sizes.split(","))
-        return NGramDrafter(min_match=min_match, depth=max(widths[-1] - 1, 1), sizes=widths)
-    except ValueError as error:
-        raise ValueError(f"ngram_sizes {sizes!r}: {error}") from None
+    except ValueError:
+        raise ValueError(f"ngram_sizes {sizes!r}: write ascending numbers, such as 1,8.") from None
+    depth, window = max(widths[-1] - 1, 1), max(4, min_match)
+    return NGramDrafter(window=window, min_match=min_match, depth=depth, sizes=widths)
 
 
 def _load_drafter(name: str, target: Loaded, dtype: jax.typing.DTypeLike) -> Transformer:
-    drafter = load(name, dtype)
+    try:
+        drafter = load(name, dtype)
+    except ValueError as error:
+        raise ValueError(f"Drafter {name!r} is not ngram, none or self. {error}") from error
     check_same_vocabulary(target.tokenizer, drafter.tokenizer)
     return drafter.model
 

@@ -259,6 +259,13 @@ def _accept(
     if isinstance(settings.rule, Greedy):
         return settings.rule.accept(tree, mask_BNN, best_token(logits_BNV), path_size)
 
+    rows, vocab = draws.q_BQV.shape[1:]
+    if rows and vocab != logits_BNV.shape[2]:
+        raise ValueError(
+            f"The drafter's q has {vocab} tokens, the target's p {logits_BNV.shape[2]}: give the "
+            "same vocab_size to the drafter and to the request."
+        )
+
     def p_at(node_B: jax.Array) -> jax.Array:
         return probabilities(pick(logits_BNV, node_B)[:, None], settings.sampling)[:, 0]
 

@@ -55,6 +55,14 @@ class Draws:
     q_BQV: jax.Array
 
 
+def at_least_one(draws: Draws) -> Draws:
+    """Returns the draws, with one padding trial if there is none at all."""
+    if draws.child_BM.shape[1]:
+        return draws
+    nothing_B1 = jnp.zeros((draws.child_BM.shape[0], 1), jnp.int32)
+    return Draws(nothing_B1, nothing_B1, nothing_B1, nothing_B1, draws.q_BQV)
+
+
 def point_mass(tree: TokenTree) -> Draws:
     """Returns the draws of a tree whose every draft is a deterministic choice: one a node."""
     B, N = tree.token_BN.shape

@@ -1,6 +1,7 @@
 """Prompts in, completions out: batching, bucketing, stop strings. The host side of `decode`."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -86,6 +87,9 @@ class Request:
         if self.stop and (self.token_bytes is None or "" in self.stop):
             raise ValueError(f"stop = {self.stop}: give token_bytes with it, and no empty string.")
         check_controls(self.temperature, self.top_k, self.top_p)
+        for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
+            if not 0 <= operator.index(seed) < 2**32:
+                raise ValueError(f"seed = {seed} must lie in 0..{2**32 - 1}.")
         if self.rule is not None:
             rule(self.rule)
         if self.run_limit is not None and self.run_limit < 1:
@@ -213,11 +217,12 @@ def begin(
     lengths = [len(prompt) for prompt in prompts]
     budgets = [min(request.max_new_tokens, limit - length) for length in lengths]
     B = round_up(len(prompts), 1)
-    token_BT = np.zeros((B, round_up(max(*lengths, request.reserve), 16)), np.int32)
+    reserve = min(request.reserve, limit)  # nothing longer can come
+    token_BT = np.zeros((B, round_up(max(*lengths, reserve), 16)), np.int32)
     for row, prompt in enumerate(prompts):
         token_BT[row, : len(prompt)] = prompt
     needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
-    capacity = round_up(max(needed, request.reserve), 64)
+    capacity = round_up(max(needed, reserve), 64)
     verifier = rule_of(drafter, request)
     check_fit(verifier, drafter.children)
     pad = [0] * (B - len(prompts))
@@ -264,7 +269,7 @@ def rule_of(drafter: Drafter, request: Request) -> Rule:
 
 def _row_keys(seed: int | tuple[int, ...], rows: int, batch: int) -> jax.Array:
     """Returns a key a row from (seed, request)."""
-    if isinstance(seed, int):
+    if not isinstance(seed, tuple):
         pairs = [(seed, row) for row in range(batch)]
     elif len(seed) == rows:
         pairs = [(each, 0) for each in (*seed, *[0] * (batch - rows))]

@@ -95,4 +95,6 @@ def parse_expansion(text: str) -> TreeShape:
         widths = [int(part) for part in text.strip().strip("<>").split(",") if part.strip()]
     except ValueError:
         raise ValueError(f"Tree {text!r} is no list of widths: write it as 1,1,3,1.") from None
+    if not widths:
+        raise ValueError(f"Tree {text!r} has no widths: write it as 1,1,3,1.")
     return expansion(widths)

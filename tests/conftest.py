@@ -20,7 +20,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.fixture(scope="session")
 def smollm2_path():
-    """The packaged SmolLM2-135M; its absence is a failure, since `make install` installs it."""
+    """The packaged SmolLM2-135M; its absence is a failure, since the Makefile installs it."""
     return gguf.packaged_smollm2()
 
 

@@ -15,7 +15,7 @@ from spec.drafters.children import choose
 from spec.drafters.protocol import View
 from spec.draws import Children
 from spec.generate import Request, begin, generate, trace
-from spec.tree_shapes import expansion
+from spec.tree_shapes import TreeShape, expansion
 from tests import toys
 
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5]]
@@ -123,6 +123,25 @@ def test_equal_paths_of_several_drafters_are_one_node():
     assert int(step.tree.valid_BN.sum()) == 5
     assert step.accepted.count_B.tolist() == [3]
     assert generate(model, drafter, [[2]], Request(3))[0].token_ids == (7, 0, 1)
+
+
+def test_gaps_between_ranks_are_refused_where_they_would_bias(model):
+    """A draw without replacement that is tried before, or without, the draws before it."""
+    for shape in (TreeShape((0, 0), (0, 1)), TreeShape((0, 0, 0), (0, 1, 0))):
+        with pytest.raises(ValueError, match="tried in draw order"):
+            ModelDrafter(model, shape, toys.VOCAB2, Children.WITHOUT_REPLACEMENT)
+        ModelDrafter(model, shape, toys.VOCAB2, Children.IID)
+
+
+def test_more_children_than_tokens_are_refused(model):
+    with pytest.raises(ValueError, match="12 children needs as many tokens, the vocabulary has 11"):
+        ModelDrafter(model, expansion((12,)), 11)
+
+
+def test_another_vocabulary_of_the_request_is_named(model):
+    drafter = ModelDrafter(model, expansion((1,)), 90, Children.IID)
+    with pytest.raises(ValueError, match="q has 90 tokens, the target's p 97"):
+        generate(model, drafter, PROMPTS, Request(2, temperature=1.0))
 
 
 def successive(q: np.ndarray) -> dict[tuple[int, ...], float]:

@@ -91,6 +91,39 @@ def test_merged_trees_with_duplicates(rule, same_q):
     assert total_variation(law, world.target_law(3)) < EXACT
 
 
+MIXED = {
+    "two without replacement": (
+        ("without_replacement", "top_down"),
+        [((2, 1), Children.WITHOUT_REPLACEMENT), ((2,), Children.WITHOUT_REPLACEMENT)],
+    ),
+    "iid and top-k": (("top_down",), [((2, 1), Children.IID), ((2,), Children.TOP_K)]),
+    "top-k and iid": (("top_down",), [((2,), Children.TOP_K), ((2, 1), Children.IID)]),
+    "greedy plus one, without replacement, top-k": (
+        ("top_down",),
+        [
+            ((2, 1), Children.GREEDY_PLUS_ONE),
+            ((2,), Children.WITHOUT_REPLACEMENT),
+            ((1, 1), Children.TOP_K),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_merged_trees_of_different_kinds(name):
+    """The default of every merge at a temperature: each draw is tried by its own kind."""
+    rules, parts = MIXED[name]
+    world = World.random(3, 2, seed=6)
+    drafters = [
+        (expansion(widths), children, World.random(3, 2, seed=6 + i).q)
+        for i, (widths, children) in enumerate(parts)
+    ]
+    chance, tree, draws = merged(world, drafters)
+    for rule in rules:
+        law, _ = sequence_law(world, chance, *run_law(RULES[rule], world, tree, draws), 3)
+        assert total_variation(law, world.target_law(3)) < EXACT
+
+
 def test_any_trial_order_of_iid_draws_is_exact():
     world = World.random(3, 2, seed=11)
     shape = expansion((3, 1))

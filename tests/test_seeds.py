@@ -8,6 +8,7 @@ from spec.drafters import ModelDrafter, NGramDrafter
 from spec.draws import Children
 from spec.generate import Request, generate, stream
 from spec.tree_shapes import expansion
+from spec.verify import RULES
 from tests.toys import PLAIN, tiny
 
 PROMPT, OTHER = [5, 9, 60], [3, 3, 17, 40, 8]
@@ -68,6 +69,23 @@ def test_other_seeds_differ(target, drafters):
 def test_wrong_number_of_seeds_is_refused(target):
     with pytest.raises(ValueError, match="2 seeds for 1 prompts"):
         generate(target, PLAIN, [PROMPT], request((1, 2)))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, (1, -1)])
+def test_seeds_out_of_range_are_refused(seed):
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.4294967295"):
+        request(seed)
+
+
+def test_without_any_trial_every_rule_is_plain_sampling(target):
+    """No draw slot at all: a root alone, an empty shape, at a temperature."""
+    want = generate(target, PLAIN, [PROMPT], request(3, rule="naive"))
+    assert len(want[0].token_ids) == 16
+    for name in RULES:
+        done = generate(target, PLAIN, [PROMPT], request(3, rule=name))
+        assert len(done[0].token_ids) == 16
+    empty = ModelDrafter(target, expansion(()), 97, Children.IID)
+    assert len(generate(target, empty, [PROMPT], request(3))[0].token_ids) == 16
 
 
 def test_greedy_ignores_the_seed(target):

@@ -88,6 +88,26 @@ def test_mean_acceptance_of_one_node():
     assert values == pytest.approx([0.992, 0.957, 0.883, 0.872], abs=0.03)
 
 
+RULE_OF = {
+    Children.GREEDY_PLUS_ONE: "greedy_plus_one",
+    Children.WITHOUT_REPLACEMENT: "without_replacement",
+    Children.IID: "mss",
+    Children.TOP_K: "naive",
+}
+
+
+@pytest.mark.parametrize("children", RULE_OF, ids=lambda children: children.value)
+def test_the_shipped_laws_accept_as_often_as_the_trials_above(children):
+    """So that the ordering above is one of the shipped rules."""
+    import jax
+
+    with jax.enable_x64(True):
+        for p, q in pairs(3, 7):
+            world = World(5, {(): p}, {(): q})
+            got = tv_and_accepted(RULES[RULE_OF[children]], world, (3,), children)[1]
+            assert got == pytest.approx(accept_one_node(p, q, 3, children), abs=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("children", "widths", "top_down", "traversal"),
@@ -116,6 +136,6 @@ def test_traversal_accepts_no_less_than_top_down(children, widths, top_down, tra
             assert found["traversal"][-1] >= found["top_down"][-1] - 1e-12
     # The reference's contexts go one token deeper than a root's children, drawn in another order.
     print(children, widths, np.mean(found["top_down"]), np.mean(found["traversal"]))
-    assert np.mean(found["traversal"]) - np.mean(found["top_down"]) == pytest.approx(
-        traversal - top_down, abs=0.03
-    )
+    gap = np.mean(found["traversal"]) - np.mean(found["top_down"])
+    assert gap == pytest.approx(traversal - top_down, abs=0.03)
+    assert (gap > 1e-4) == (traversal > top_down), "a traversal that is top-down gains nothing"

@@ -30,6 +30,15 @@ def rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, object]]]:
     Raises:
         ValueError: the text is not what the suffix promises.
     """
+    try:
+        yield from _rows(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read as prompts ({error}): give a text file."
+        ) from error
+
+
+def _rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, object]]]:
     if path.suffix == ".csv":
         with path.open(encoding="utf-8", newline="") as lines:
             table = csv.DictReader(lines, restkey="(more)")

@@ -51,6 +51,24 @@ class ModelDrafter:
     vocab_size: int = dataclasses.field(metadata={"static": True})
     how: Children = dataclasses.field(default=Children.TOP_K, metadata={"static": True})
 
+    def __post_init__(self) -> None:
+        """Refuses shapes that its children cannot fill, or would fill with a bias."""
+        width = 1 + max(self.shape.rank)
+        if width > self.vocab_size:
+            raise ValueError(
+                f"A node with {width} children needs as many tokens, the vocabulary has "
+                f"{self.vocab_size}: use a narrower tree."
+            )
+        groups: dict[int, list[int]] = {}
+        for parent, rank in zip(self.shape.parent[1:], self.shape.rank[1:], strict=True):
+            groups.setdefault(parent, []).append(rank)
+        gaps = [ranks for ranks in groups.values() if ranks != list(range(len(ranks)))]
+        if gaps and self.how is Children.WITHOUT_REPLACEMENT:
+            raise ValueError(
+                f"Siblings of ranks {gaps[0]}: children drawn without replacement are tried in "
+                "draw order, so their ranks must be 0, 1, 2, ... in slot order."
+            )
+
     @property
     def depth(self) -> int:
         """Depth of the shape."""

@@ -1,6 +1,6 @@
 """Which drafts does the target accept, and what does it say after them?
 
-One interface, seven rules. Each is exact for the trees that it admits, and refuses the others.
+One interface, eight rules. Each is exact for the trees that it admits, and refuses the others.
 """
 
 from spec.verify.block import Block

@@ -68,6 +68,8 @@ class Block:
                 f"{N - 1} drafts, {draws.child_BM.shape[1]} draws, {draws.q_BQV.shape[1]} rows. "
                 "Use 'traversal' for trees."
             )
+        if N == 1:
+            return jnp.ones((B, 1), p_BNV.dtype), p_BNV
         on_BN = tree.valid_BN
         q_BQV = draws.q_BQV[:, : N - 1]  # a smaller bucket of the same chain has fewer drafts
         q_BNV = jnp.concatenate([q_BQV, jnp.zeros((B, 1, V), p_BNV.dtype)], axis=1)

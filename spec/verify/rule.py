@@ -62,7 +62,7 @@ class Keys(NamedTuple):
 
     def step(self, use: int) -> jax.Array:
         """Returns the row's key for one use within this step."""
-        return fold(self.row_B, self.position_B, use)
+        return fold(self.row_B, use, self.position_B)
 
 
 class Rule(Protocol):

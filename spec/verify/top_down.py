@@ -44,6 +44,8 @@ def law_at(p_BV: jax.Array, node_B: jax.Array, tree: TokenTree, draws: Draws) ->
         draws: in trial order.
     """
     mine_BM = (draws.parent_BM == node_B[:, None]) & (draws.kind_BM != Kind.PADDING.value)
+    if not mine_BM.shape[1]:
+        return NodeLaw(jnp.zeros(mine_BM.shape, p_BV.dtype), p_BV)
     turn_BM = jnp.cumsum(mine_BM, axis=1, dtype=jnp.int32) - 1
     token_BM = jnp.take_along_axis(tree.token_BN, draws.child_BM, axis=1)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spec.draws import Children, Draws, Kind
+from spec.draws import Children, Draws, Kind, at_least_one
 from spec.sampling import Use, draw, fold, uniform
 from spec.tree import TokenTree, ancestor_mask
 from spec.verify.rule import Accepted, Keys, Law, Target, normalise, path_to, pick, ratio
@@ -51,6 +51,7 @@ def _traverse(
     D = (w_u r_u - q)+ and S = sum D, w_u <- S / (S + 1 - w_u), r_u <- D / S.
     """
     B = tree.token_BN.shape[0]
+    draws = at_least_one(draws)
     row_B = jnp.arange(B, dtype=jnp.int32)
     live_BM = draws.kind_BM != Kind.PADDING.value
     token_BM = jnp.take_along_axis(tree.token_BN, draws.child_BM, axis=1)

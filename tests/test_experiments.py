@@ -1,0 +1,80 @@
+"""The scripts: every one runs with --smoke, and bad flags get one clear error before any work."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import generate as job
+from experiments.prompts.load import Prompt
+from spec.drafters import NGramDrafter
+from spec.generate import Request
+from tests import toys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(script: str, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{script}", *flags],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_generate(tmp_path):
+    done = run("generate", "--smoke", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "identical: yes" in done.stdout
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "generate.csv", "texts.jsonl", "trees.png"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "word"),
+    [
+        ("bench_decode", ("--only=plain",), "plain/minimal"),
+        ("bench_verify", (), "traversal"),
+        ("bench_kernels", (), "tpu, interpreted"),
+    ],
+)
+def test_benchmarks(tmp_path, script, flags, word):
+    done = run(script, "--smoke", f"--out={tmp_path}", *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--seed=-1",), "--seed -1"),
+        (("--prompts=absent.jsonl",), "absent.jsonl cannot be read as prompts"),
+        (("--prompts=tests",), "tests cannot be read as prompts"),
+        (("--out=README.md",), "--out README.md cannot be a folder"),
+        (("--tree=2,1",), "--tree and --children describe model drafters"),
+        (("--prompt=hi", "--split=dev"), "leave out --prompts and --split"),
+        (("--target=nowhere",), "Model 'nowhere'"),
+    ],
+)
+def test_bad_flags(flags, words):
+    done = run("generate", "--smoke", *flags)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_prompt_of_exactly_the_limit_gives_no_tokens():
+    model = toys.chain11()
+    limit = model.config.max_positions
+    target = job.setup.Loaded(model, None)
+    request = Request(8, vocab_size=11)
+    prompt = Prompt("full", "chat", "eval", "")
+    rows, answers = job.run(target, NGramDrafter(), [prompt], [[2] * limit], [0], request, 1)
+    assert (rows[0]["tokens"], rows[0]["identical"]) == (0, "yes")
+    assert job.summary(rows, answers)["tokens"] == 0
