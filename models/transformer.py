@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import Attention, Context, LayerKV
+from models.attention import Attention, Context, Implementation, LayerKV
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.layers import MLP, Maker, RMSNorm, head_logits, maker, rope_tables
-from pallas_kernels.tree_attention import Implementation
 from parallel.comm import LOCAL, Comm
 
 

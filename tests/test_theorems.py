@@ -103,7 +103,8 @@ def test_the_shipped_laws_accept_as_often_as_the_trials_above(children):
 
     with jax.enable_x64(True):
         for p, q in pairs(3, 7):
-            world = World(5, {(): p}, {(): q})
+            where = [(), *[(token,) for token in range(5)]]
+            world = World(5, dict.fromkeys(where, p), dict.fromkeys(where, q))
             got = tv_and_accepted(RULES[RULE_OF[children]], world, (3,), children)[1]
             assert got == pytest.approx(accept_one_node(p, q, 3, children), abs=1e-9)
 

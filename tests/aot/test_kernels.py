@@ -64,7 +64,7 @@ def test_at_most_sixty():
     assert len(list(cases())) <= 60
 
 
-@pytest.mark.parametrize(("target", "name", "N", "S"), cases())
+@pytest.mark.parametrize(("target", "name", "N", "S"), list(cases()))
 def test_compiles_and_fits(target, name, N, S):
     H, K, A = MODELS[name]
     kernel = "gpu" if target in ("h100", "h200") else "tpu"
