@@ -39,7 +39,7 @@ def test_generate(tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "word"),
     [
-        ("bench_decode", ("--only=plain",), "plain/minimal"),
+        pytest.param("bench_decode", ("--only=plain",), "plain/minimal", marks=pytest.mark.slow),
         ("bench_verify", (), "traversal"),
         ("bench_kernels", (), "tpu, interpreted"),
     ],
