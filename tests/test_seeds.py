@@ -43,7 +43,7 @@ def test_same_tokens_alone_and_in_any_row(target, drafters):
 
 
 def test_streamed_or_not(target, drafters):
-    for drafter in drafters:
+    for drafter in drafters[::2]:  # no drafter, and sampled children
         whole = generate(target, drafter, [PROMPT, OTHER], request(7))
         *_, last = stream(target, drafter, [PROMPT, OTHER], request(7), steps=1)
         assert [c.token_ids for c in last] == [c.token_ids for c in whole]
@@ -58,7 +58,7 @@ def test_point_mass_tokens_do_not_depend_on_the_tree(target, drafters):
 
 
 def test_other_seeds_differ(target, drafters):
-    for drafter in drafters:
+    for drafter in drafters[::2]:  # no drafter, and sampled children
         done = generate(target, drafter, [PROMPT] * 20, request(tuple(range(20))))
         assert len({c.token_ids for c in done}) >= 15
         # One seed, twenty requests: they differ as well.
