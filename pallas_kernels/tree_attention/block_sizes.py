@@ -1,7 +1,6 @@
 """Block sizes as data: what was tuned where, and a default that runs everywhere.
 
-`python -m experiments.tune_kernels` measures candidates on the device at hand and prints the lines
-for `TUNED`. No device has been tuned yet, so the table is empty and the default serves all.
+No device has been tuned yet, so the table is empty and the default serves all.
 """
 
 import dataclasses
