@@ -7,8 +7,8 @@
 3. width    a target pass over n = 1..64 nodes, against the minimal loop's pass;
 4. kinds    speculative against plain decoding, every `eval` prompt.
 
-Rows go to experiments/results/decode_*.csv; medians with spread are printed from them. Measured so
-far on 2 busy CPU cores: `--only plain --pairs 15`, 70 s, median ratio 1.03.
+Rows go to experiments/results/decode_*.csv; medians with spread are printed from them. 23 minutes
+on 2 slow, busy CPU cores.
 """
 
 import functools

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import reference
 from pallas_kernels.tree_attention.block_sizes import Blocks
+from pallas_kernels.tree_attention.rows import HEAD_SIZES, to_rows
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
 ROWS = 64  # of one wgmma
 # Blocks of threads that keep the chip busy: two for each multiprocessor of an H100.
 _BUSY = 264
@@ -66,7 +66,7 @@ def tree_attention(
     # A single block of rows writes only tiles that hold queries.
     kept = ROWS if R > ROWS else -(-N * G // 8) * 8
     R_out = R - ROWS + kept
-    q_BKRA = q_BNHA.reshape(B, N, K, G, A).transpose(0, 2, 1, 3, 4).reshape(B, K, N * G, A)
+    q_BKRA = to_rows(q_BNHA, K)
     q_BKRA = jnp.pad(q_BKRA, ((0, 0), (0, 0), (0, R - N * G), (0, 0)))
     per_page = S // block_kv
     splits, per_split = split(B * K * (R // ROWS), X * per_page)
@@ -111,7 +111,7 @@ def tree_attention(
         array = array[:, :, :, : N * G].reshape(splits, B, K, N, G, *rest)
         return jnp.moveaxis(array, 3, 2).reshape(splits, B, N, H, *rest)
 
-    no_cache = k_PKSA[:B, :, :0] if k_PKSA.shape[0] >= B else jnp.zeros((B, K, 0, A), k.dtype)
+    no_cache = jnp.zeros((B, K, 0, A), k.dtype)
     tree_out, tree_lse = reference.tree_attention(
         q_BNHA, no_cache, no_cache, jnp.zeros_like(length_B), tree_k_BMKA, tree_v_BMKA, mask_BNM
     )

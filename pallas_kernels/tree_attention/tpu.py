@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tree_attention.block_sizes import Blocks
+from pallas_kernels.tree_attention.rows import HEAD_SIZES, to_rows
 
-HEAD_SIZES = (64, 80, 96, 128, 256)
 # Finite, so that a row which has seen nothing yet subtracts it from itself without NaN.
 _NOTHING = -1e30
 
@@ -64,8 +64,7 @@ def tree_attention(
     block_kv = min(S, blocks.kv)
     rows = _round_up(min(blocks.rows, N * G), 32 // q_BNHA.dtype.itemsize)
     R = _round_up(N * G, rows)
-    # Row n * G + g: the heads of a node lie together.
-    q_BKRA = q_BNHA.reshape(B, N, K, G, A).transpose(0, 2, 1, 3, 4).reshape(B, K, N * G, A)
+    q_BKRA = to_rows(q_BNHA, K)
     q_BKRA = _pad(q_BKRA, 2, R)
     nodes = _round_up(M, 128)  # whole lanes
     mask_BRM = _pad(_pad(jnp.repeat(mask_BNM, G, axis=1).astype(jnp.int32), 1, R), 2, nodes)

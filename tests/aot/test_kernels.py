@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.tree_attention import gpu, tpu, tree_attention
 from pallas_kernels.tree_attention.block_sizes import DEFAULT
+from pallas_kernels.tree_attention.rows import HEAD_SIZES
 from parallel.aot import gpu_devices, tpu_devices
 
 pytestmark = pytest.mark.aot
@@ -80,13 +81,13 @@ def test_compiles_and_fits(target, name, N, S):
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < MEMORY[target]
 
 
-@pytest.mark.parametrize("A", tpu.HEAD_SIZES)
+@pytest.mark.parametrize("A", HEAD_SIZES)
 def test_float32_on_a_tpu(A):
     compiled("v5e:2x2", (6, 2, A), 21, 1024, jnp.float32, "tpu")
     assert tpu.vmem_bytes(DEFAULT, 256 * 3, 256, A, jnp.float32) <= VMEM
 
 
-@pytest.mark.parametrize("A", gpu.HEAD_SIZES)
+@pytest.mark.parametrize("A", HEAD_SIZES)
 def test_float16_on_a_gpu(A):
     compiled("h100", (6, 2, A), 21, 1024, jnp.float16, "gpu")
     assert gpu.smem_bytes(*gpu.block_of(1024, A, DEFAULT.kv), A, jnp.float16) <= SMEM

@@ -1,6 +1,5 @@
 """The whole speculation step of LLaMA-7B compiles for four v5e chips and for one H100."""
 
-import dataclasses
 import functools
 import re
 
@@ -69,7 +68,7 @@ def build(devices, kernel):
         (model, state),
         shardings(mesh, specs),
     )
-    settings = dataclasses.replace(settings_of(comm))
+    settings = settings_of(comm)
 
     def step(model, state):
         return spec_step(model, drafter, state, settings)[0]
