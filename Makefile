@@ -2,7 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
-# One thread pool a test process: two processes on two cores.
+# The fast tests spend their time compiling tiny programs: half as long without the optimiser. The
+# long ones, and whatever a user runs, have it.
+QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# Eight fake devices, tests/conftest.py's default, cost the large model a fifth of its speed.
+ONE_DEVICE := XLA_FLAGS=--xla_force_host_platform_device_count=1
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 
 .PHONY: demo test lint lossless exact exact-smollm2 test-kernels test-aot parity bench-decode bench-verify clean
@@ -11,7 +15,7 @@ demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, 
 	$(BIN)/python -m experiments.generate --out out/demo
 
 test: lint  ## Format, lint, types, fast tests.
-	$(PYTEST) -q -n 2 --dist loadscope tests
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal tests
 
 lint: .venv/ready
 	$(BIN)/ruff format --check --quiet .
@@ -19,7 +23,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
-	$(PYTEST) -q -rP -n 2 --dist load -m slow tests/test_lossless_smollm2.py tests/test_lossless.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --dist worksteal -m slow tests/test_lossless_smollm2.py tests/test_lossless.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
 	$(PYTEST) -q -rP -n 2 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_statistics.py

@@ -1,7 +1,7 @@
 """Pictures of decoding: the first token trees, and how many drafts each step accepted."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 
@@ -148,3 +148,36 @@ def _histogram(axes: Axes, answers: Sequence[Completion]) -> None:
         loc="left",
         fontsize=10,
     )
+
+
+def plot_curves(
+    path: pathlib.Path,
+    training: Mapping[str, Sequence[float]],
+    evaluation: Mapping[str, Sequence[float]],
+) -> None:
+    """Draws the loss by step and, below, every figure of the evaluations.
+
+    Args:
+        path: PNG to write.
+        training: columns `step` and `loss` of a run.
+        evaluation: column `step` and the figures; may be empty.
+    """
+    figures = [name for name in evaluation if name != "step"]
+    fig, axes = plt.subplots(
+        1 + len(figures), 1, figsize=(7, 2.6 * (1 + len(figures))), sharex=True
+    )
+    axes = np.atleast_1d(axes)
+    loss = np.asarray(training["loss"])
+    axes[0].plot(training["step"], loss, color=ROOT, alpha=0.3, linewidth=0.8)
+    # A running mean over a fiftieth of the run, so that the trend shows through the noise.
+    window = max(len(loss) // 50, 1)
+    smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
+    axes[0].plot(training["step"][window - 1 :], smooth, color=ROOT)
+    axes[0].set_ylabel("loss, nats a token")
+    for axis, name in zip(axes[1:], figures, strict=True):
+        axis.plot(evaluation["step"], evaluation[name], color=ACCEPTED, marker="o", markersize=3)
+        axis.set_ylabel(name.replace("_", " "))
+    axes[-1].set_xlabel("step")
+    fig.tight_layout()
+    fig.savefig(path, dpi=120)
+    plt.close(fig)

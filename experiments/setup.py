@@ -4,20 +4,31 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.prompts.load import Prompt
-from models.checkpoint import load_model
+from models.checkpoint import load_model, shipped
 from models.checkpoint.gguf import packaged_smollm2
+from models.feature import FeatureModel
 from models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from models.transformer import Transformer
-from spec.drafters import Drafter, EnsembleDrafter, ModelDrafter, NGramDrafter, RootDrafter
+from spec.drafters import (
+    Drafter,
+    EnsembleDrafter,
+    FeatureDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    RootDrafter,
+)
 from spec.draws import Children
 from spec.tree_shapes import parse_expansion
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
+# Drafters that we trained, loaded by the name of their file.
+SHIPPED = pathlib.Path(__file__).with_name("drafters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +73,8 @@ def make_drafter(
     """Returns the drafter that the flags describe; several names make one merged tree.
 
     Args:
-        names: "ngram", "none", "self" (the target drafts for itself), or a model as in `load`.
+        names: "ngram", "none", "self" (the target drafts for itself), a shipped drafter (its name
+            in experiments/drafters, or a file that training exported), or a model as in `load`.
         trees: static expansions of the model drafters, such as "1,1,3,1": one for all, or one each
             in their order.
         children: how model drafters choose children, see `spec.draws.Children`.
@@ -81,7 +93,7 @@ def make_drafter(
         raise ValueError(
             f"{len(trees)} trees for {len(models)} model drafters: give one, or one each."
         )
-    shapes = dict(zip(range(len(models)), itertools.cycle(parsed)))
+    shapes = itertools.cycle(parsed)
     made: list[Drafter] = []
     for name in names:
         if name == "none":
@@ -89,10 +101,13 @@ def make_drafter(
         elif name == "ngram":
             made.append(_ngram(sizes, min_match))
         else:
-            model = target.model if name == "self" else _load_drafter(name, target, dtype)
-            shape = shapes[sum(isinstance(each, ModelDrafter) for each in made)]
-            vocab = target.tokenizer.vocab_size
-            made.append(ModelDrafter(model, shape, vocab, Children(children)))
+            shape, vocab = next(shapes), target.tokenizer.vocab_size
+            how = Children(children)
+            model, ids_U = _load_drafter(name, target, dtype)
+            if isinstance(model, FeatureModel):
+                made.append(FeatureDrafter(model, shape, vocab, ids_U, how))
+            else:
+                made.append(ModelDrafter(model, shape, vocab, how, ids_U))
     return made[0] if len(made) == 1 else EnsembleDrafter(tuple(made))
 
 
@@ -105,17 +120,27 @@ def _ngram(sizes: str, min_match: int) -> NGramDrafter:
     return NGramDrafter(window=window, min_match=min_match, depth=depth, sizes=widths)
 
 
-def _load_drafter(name: str, target: Loaded, dtype: jax.typing.DTypeLike) -> Transformer:
+def _load_drafter(
+    name: str, target: Loaded, dtype: jax.typing.DTypeLike
+) -> tuple[Transformer | FeatureModel, Any]:
+    """Returns a model, and the token ids of its head, an array if that is reduced, else None."""
+    if name == "self":
+        return target.model, None
+    named = SHIPPED / f"{name}.safetensors"
+    path = named if named.is_file() else pathlib.Path(name)
+    if path.suffix == ".safetensors" and path.is_file():
+        found = shipped.load(path, target.model.embed_VD[...], dtype)
+        return found.model, jnp.asarray(found.ids_U)
     try:
         drafter = load(name, dtype)
     except ValueError as error:
-        raise ValueError(f"Drafter {name!r} is not ngram, none or self. {error}") from error
+        raise ValueError(
+            f"Drafter {name!r} is not ngram, none, self or a file of experiments/drafters. {error}"
+        ) from error
     check_same_vocabulary(target.tokenizer, drafter.tokenizer)
-    return drafter.model
+    return drafter.model, None
 
 
 def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
-    """Turns prompts into ids: as a user message if the model has a chat template, else as text."""
-    if tokenizer.chat_template is None:
-        return [tokenizer.encode(prompt.text) for prompt in prompts]
-    return [tokenizer.encode_chat([{"role": "user", "content": p.text}]) for p in prompts]
+    """Turns prompts into ids, see `Tokenizer.encode_prompt`."""
+    return [tokenizer.encode_prompt(prompt.text) for prompt in prompts]

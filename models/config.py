@@ -42,6 +42,8 @@ class ModelConfig:
 
     Attributes:
         vocab_size: V, rows of the embedding table (may exceed the tokenizer's size).
+        draft_vocab_size: U, rows of the output head: V, or fewer in a drafter that proposes
+            frequent tokens only (FR-Spec, arXiv 2502.14856); who runs it has the ids of the rows.
         d_model: D.
         d_ff: F.
         num_layers: L.
@@ -57,6 +59,7 @@ class ModelConfig:
     """
 
     vocab_size: int
+    draft_vocab_size: int
     d_model: int
     d_ff: int
     num_layers: int
@@ -81,6 +84,16 @@ class ModelConfig:
                 f"num_heads = {self.num_heads} is no multiple of num_kv_heads = "
                 f"{self.num_kv_heads}: heads would be dropped."
             )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size = {self.draft_vocab_size} exceeds vocab_size = "
+                f"{self.vocab_size}."
+            )
+        if self.tied_embeddings and self.draft_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size = {self.draft_vocab_size} is less than vocab_size = "
+                f"{self.vocab_size}, so the head cannot be the table: set tied_embeddings to False."
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd: RoPE rotates pairs.")
 
@@ -89,6 +102,7 @@ class ModelConfig:
         """Axis letter -> size, for the letters that parameters use."""
         return {
             "V": self.vocab_size,
+            "U": self.draft_vocab_size,
             "D": self.d_model,
             "F": self.d_ff,
             "H": self.num_heads,
@@ -132,6 +146,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     theta, scaling = _rope_from_hf(raw)
     return ModelConfig(
         vocab_size=raw["vocab_size"],
+        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
         d_model=raw["hidden_size"],
         d_ff=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
@@ -155,6 +170,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
         "num_hidden_layers": config.num_layers,

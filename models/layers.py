@@ -111,7 +111,7 @@ def head_logits(x_BND: jax.Array, table: jax.Array, tied: bool) -> jax.Array:
 
     Args:
         x_BND: final-norm output.
-        table: `embed_VD` if `tied`, else `head_DV`.
+        table: `embed_VD` if `tied`, else `head_DU`.
         tied: which of the two.
 
     Returns:

@@ -8,6 +8,7 @@ def _smollm2(
 ) -> ModelConfig:
     return ModelConfig(
         vocab_size=49152,
+        draft_vocab_size=49152,
         d_model=d_model,
         d_ff=d_ff,
         num_layers=layers,
@@ -26,6 +27,7 @@ def _smollm2(
 def _llama1(d_model: int, d_ff: int, layers: int, heads: int, eps: float) -> ModelConfig:
     return ModelConfig(
         vocab_size=32000,
+        draft_vocab_size=32000,
         d_model=d_model,
         d_ff=d_ff,
         num_layers=layers,
@@ -46,6 +48,7 @@ def _llama3(
 ) -> ModelConfig:
     return ModelConfig(
         vocab_size=128256,
+        draft_vocab_size=128256,
         d_model=d_model,
         d_ff=d_ff,
         num_layers=layers,

@@ -112,6 +112,12 @@ class Tokenizer:
         """Turns a conversation into ids. A template writes BOS itself, so none is added."""
         return self.encode(self.apply_chat_template(messages), add_bos=False)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Turns a question into ids: a user's message if there is a chat template, else text."""
+        if self.chat_template is None:
+            return self.encode(text)
+        return self.encode_chat([{"role": "user", "content": text}])
+
     @functools.cached_property
     def _bytes(self) -> list[bytes]:
         return token_bytes.table(self.backend)

@@ -74,7 +74,7 @@ class Transformer(nnx.Module):
         self.embed_VD = make("VD", config.d_model)
         self.blocks = nnx.List([Block(config, make) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(make, config.norm_eps)
-        self.head_DV = None if config.tied_embeddings else make("DV", config.d_model)
+        self.head_DU = None if config.tied_embeddings else make("DU", config.d_model)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -86,9 +86,9 @@ class Transformer(nnx.Module):
         return comm.gather(self.embed_VD[...])[token_BN]
 
     def head(self, hidden_BND: jax.Array, comm: Comm = LOCAL) -> jax.Array:
-        """Final-norm output [B, N, D] -> float32 logits [B, N, V]."""
-        tied = self.head_DV is None
-        table = self.embed_VD if self.head_DV is None else self.head_DV
+        """Final-norm output [B, N, D] -> float32 logits [B, N, U], U = V but in some drafters."""
+        tied = self.head_DU is None
+        table = self.embed_VD if self.head_DU is None else self.head_DU
         return head_logits(hidden_BND, comm.gather(table[...]), tied)
 
     def __call__(
@@ -118,11 +118,22 @@ class Transformer(nnx.Module):
         Raises:
             ValueError: if the shapes do not fit each other (from the attention kernel).
         """
-        config = self.config
         x_BND = self.embed(token_BN, comm)
         if cache is None:
-            cache = KVCache.empty(config, token_BN.shape[0], 0, x_BND.dtype)
-        tables = rope_tables(config, position_BN, x_BND.dtype)
+            cache = KVCache.empty(self.config, token_BN.shape[0], 0, x_BND.dtype)
+        return self.run(x_BND, position_BN, mask_BNM, cache, earlier, comm)
+
+    def run(
+        self,
+        x_BND: jax.Array,
+        position_BN: jax.Array,
+        mask_BNM: jax.Array,
+        cache: KVCache,
+        earlier: Sequence[LayerKV] | None,
+        comm: Comm,
+    ) -> Output:
+        """All that follows the embedding, for models that embed more than tokens."""
+        tables = rope_tables(self.config, position_BN, x_BND.dtype)
         ctx = Context(*tables, mask_BNM, cache.length_B, self.kernel)
         tree_kv = []
         for i, block in enumerate(self.blocks):

@@ -92,6 +92,11 @@ class Request:
                 raise ValueError(f"seed = {seed} must lie in 0..{2**32 - 1}.")
         if self.rule is not None:
             rule(self.rule)
+        if self.rule == "greedy" and self.temperature >= GREEDY_BELOW:
+            raise ValueError(
+                f"The rule 'greedy' takes the best token, temperature = {self.temperature} asks "
+                "for draws: leave one of them out."
+            )
         if self.run_limit is not None and self.run_limit < 1:
             raise ValueError(f"run_limit = {self.run_limit} must be at least 1.")
 

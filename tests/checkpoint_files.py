@@ -16,6 +16,7 @@ from models.presets import preset
 TINY = dataclasses.replace(
     preset("llama-68m"),
     vocab_size=96,
+    draft_vocab_size=96,
     d_model=64,
     d_ff=32,
     num_heads=6,

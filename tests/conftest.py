@@ -1,11 +1,8 @@
-"""Eight CPU devices, and JAX told to raise where it would guess."""
+"""Eight CPU devices unless the caller says otherwise, and JAX told to raise, not to guess."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,16 @@ import pytest
 
 from models.checkpoint import gguf, load_model
 from models.tokenizer import load_tokenizer
+
+# Read when JAX first asks for a device.
+flags = os.environ.get("XLA_FLAGS", "")
+if "host_platform_device_count" not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if worker and hasattr(os, "sched_setaffinity"):
+    # Its own cores for each of pytest-xdist's processes: XLA's thread pools would fight for them.
+    cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: workers] or cores)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,9 +1,6 @@
 """The scripts: every one runs with --smoke, and bad flags get one clear error before any work."""
 
-import os
-import pathlib
 import subprocess
-import sys
 
 import pytest
 
@@ -11,20 +8,11 @@ from experiments import generate as job
 from experiments.prompts.load import Prompt
 from spec.drafters import NGramDrafter
 from spec.generate import Request
-from tests import toys
-
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import processes, toys
 
 
 def run(script: str, *flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"experiments.{script}", *flags],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return processes.python("-m", f"experiments.{script}", *flags)
 
 
 def test_generate(tmp_path):
@@ -42,6 +30,7 @@ def test_generate(tmp_path):
         pytest.param("bench_decode", ("--only=plain",), "plain/minimal", marks=pytest.mark.slow),
         ("bench_verify", (), "traversal"),
         ("bench_kernels", (), "tpu, interpreted"),
+        ("tune_kernels", (), "largest difference"),
     ],
 )
 def test_benchmarks(tmp_path, script, flags, word):

@@ -1,4 +1,4 @@
-"""GGUF: quantised blocks, row order, config, and every refusal; then the real SmolLM2."""
+"""GGUF: quantised blocks (HO-22), row order, config, every refusal; then the real SmolLM2."""
 
 import dataclasses
 import importlib.metadata
@@ -276,7 +276,7 @@ def test_absent_smollm2_says_how_to_get_it(monkeypatch):
 def test_smollm2_loads_and_knows_the_capital_of_france(smollm2):
     model, _ = smollm2
     assert model.config == preset("smollm2-135m")  # from the model's own config.json
-    assert model.head_DV is None
+    assert model.head_DU is None
     assert sum(leaf.size for leaf in leaves(model).values()) == 134_515_008
     tokens = [504, 3575, 282, 4649, 314]  # "The capital of France is"
     out = model(jnp.array([tokens]), jnp.arange(5)[None], causal_mask(1, 5))

@@ -1,15 +1,12 @@
 """Every committed notebook runs from top to bottom (smoke mode), in a process of its own."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
+from tests import processes
+
+NOTEBOOKS = sorted((processes.ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
@@ -21,13 +18,6 @@ def test_runs(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     assert not any(cell.get("outputs") for cell in cells), "clear outputs before committing"
     source = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=ROOT,
-        env=os.environ | {"SMOKE": "1", "MPLBACKEND": "Agg", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = processes.python("-c", source, SMOKE="1", MPLBACKEND="Agg")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()

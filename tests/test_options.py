@@ -149,6 +149,7 @@ def test_settings(one_step, field):
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8)
 MODEL_CHANGES: dict[str, Any] = {
     "vocab_size": 96,
+    "draft_vocab_size": 24,
     "d_model": 32,
     "d_ff": 32,
     "num_layers": 1,

@@ -60,7 +60,7 @@ def test_an_existing_checkpoint_is_not_overwritten(tmp_path):
     [
         ({"d_ff": 128}, r"blocks\.0\.mlp\.down_FD is \(32, 64\), not \(128, 64\)"),
         ({"num_layers": 3}, r"missing: blocks\.2\.attention"),
-        ({"tied_embeddings": True}, "unexpected: head_DV"),
+        ({"tied_embeddings": True}, "unexpected: head_DU"),
     ],
 )
 def test_parameters_of_another_config_are_refused(tmp_path, monkeypatch, change, words):

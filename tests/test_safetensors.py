@@ -1,4 +1,4 @@
-"""Hugging Face folders load exactly, or are refused before any weight is read."""
+"""Hugging Face folders (HO-23) load exactly, or are refused before any weight is read."""
 
 import dataclasses
 import json
@@ -121,7 +121,7 @@ def test_tied_head_may_be_absent_or_equal(tmp_path):
     absent = load_model(write_folder(tmp_path / "absent", TIED, tensors), jnp.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     equal = load_model(write_folder(tmp_path / "equal", TIED, tensors), jnp.float32)
-    assert absent.head_DV is None
+    assert absent.head_DU is None
     assert_same(absent, equal)
 
 

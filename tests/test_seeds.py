@@ -66,6 +66,11 @@ def test_other_seeds_differ(target, drafters):
         assert len({c.token_ids for c in done}) >= 15
 
 
+def test_greedy_at_a_temperature_is_refused():
+    with pytest.raises(ValueError, match="'greedy' takes the best token, temperature = 1"):
+        request(0, rule="greedy")
+
+
 def test_wrong_number_of_seeds_is_refused(target):
     with pytest.raises(ValueError, match="2 seeds for 1 prompts"):
         generate(target, PLAIN, [PROMPT], request((1, 2)))
@@ -81,7 +86,7 @@ def test_without_any_trial_every_rule_is_plain_sampling(target):
     """No draw slot at all: a root alone, an empty shape, at a temperature."""
     want = generate(target, PLAIN, [PROMPT], request(3, rule="naive"))
     assert len(want[0].token_ids) == 16
-    for name in RULES:
+    for name in [name for name in RULES if name != "greedy"]:
         done = generate(target, PLAIN, [PROMPT], request(3, rule=name))
         assert len(done[0].token_ids) == 16
     empty = ModelDrafter(target, expansion(()), 97, Children.IID)

@@ -1,4 +1,4 @@
-"""Ids, bytes, one BOS, chat templates and the comparison of vocabularies."""
+"""Ids, bytes, one BOS (HO-25), chat templates and the comparison of vocabularies."""
 
 import json
 

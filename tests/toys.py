@@ -76,7 +76,7 @@ def lookup(table: np.ndarray) -> Transformer:
     )
     special = {
         "embed_VD": 100 * np.eye(rows, D),
-        "head_DV": np.eye(D, rows) @ table / np.sqrt(D),
+        "head_DU": np.eye(D, rows) @ table / np.sqrt(D),
         "blocks.0.attention.o_HAD": np.zeros((2, 8, D)),
         "blocks.0.mlp.down_FD": np.zeros((16, D)),
     }
@@ -121,7 +121,8 @@ def tiny_config(**changes: object) -> ModelConfig:
         "tied_embeddings": False,
         "attention_bias": False,
     }
-    return ModelConfig(**(values | changes))
+    values |= changes
+    return ModelConfig(**({"draft_vocab_size": values["vocab_size"]} | values))
 
 
 def tiny(

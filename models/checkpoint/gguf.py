@@ -118,8 +118,10 @@ def read_config(reader: gguf.GGUFReader, path: str | os.PathLike[str]) -> ModelC
                 f"{path} has llama.{key} = {value(key)} but heads of {head_dim}: keys, values and "
                 "rotation must have one width."
             )
+    vocab_size = value("vocab_size", _shape(tensors["token_embd.weight"])[0])
     config = ModelConfig(
-        vocab_size=value("vocab_size", _shape(tensors["token_embd.weight"])[0]),
+        vocab_size=vocab_size,
+        draft_vocab_size=vocab_size,
         d_model=d_model,
         d_ff=value("feed_forward_length"),
         num_layers=value("block_count"),

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 _TABLE: dict[str, tuple[str, str, int | None]] = {
     "embed_VD": ("model.embed_tokens.weight", "token_embd.weight", None),
     "final_norm.scale_D": ("model.norm.weight", "output_norm.weight", 0),
-    "head_DV": ("lm_head.weight", "output.weight", 1),
+    "head_DU": ("lm_head.weight", "output.weight", 1),
 } | {
     f"blocks.{{}}.{ours}": (f"model.layers.{{}}.{hugging_face}", f"blk.{{}}.{gguf}", inputs)
     for ours, hugging_face, gguf, inputs in (

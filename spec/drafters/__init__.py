@@ -1,6 +1,8 @@
 """Who proposes continuations? Implementations of one protocol."""
 
+from spec.drafters.early_exit import EarlyExitDrafter
 from spec.drafters.ensemble import EnsembleDrafter
+from spec.drafters.feature import FeatureDrafter
 from spec.drafters.model import ModelDrafter
 from spec.drafters.ngram import NGramDrafter
 from spec.drafters.protocol import Drafter, Step, View
@@ -9,7 +11,9 @@ from spec.drafters.scripted import ScriptedDrafter
 
 __all__ = [
     "Drafter",
+    "EarlyExitDrafter",
     "EnsembleDrafter",
+    "FeatureDrafter",
     "ModelDrafter",
     "NGramDrafter",
     "RootDrafter",

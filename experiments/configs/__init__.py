@@ -1,0 +1,1 @@
+"""One file a training run: command, hardware, time, and the number to expect."""

@@ -1,0 +1,34 @@
+"""A layer-pruned drafter for SmolLM2-135M-Instruct: three of its layers, 8,192 output tokens.
+
+    python -m experiments.train --config smollm2_pruned --data answers:PATH
+
+Hardware: 2 CPU cores. The layers read the target's own embedding table, which stays as it is; the
+head is a copy of the table's most frequent rows and learns. Loss: hard distillation, that is
+cross-entropy on the target's greedy answers.
+"""
+
+from experiments import distill
+from experiments.train import Arguments, Job
+from models.prune import prune
+
+LAYERS = 3
+RECIPE = distill.Recipe(
+    draft_vocab=8192,
+    length=256,
+    batch=8,
+    steps=2000,
+    warm_up=100,
+    rate=1e-3,
+    every=200,
+    evaluated=48,
+)
+
+
+def build(asked: Arguments) -> Job:
+    """See `experiments.train`."""
+    recipe, of = RECIPE.changed(asked), distill.material(asked)
+    layers = distill.evenly(of.target.model.config.num_layers, LAYERS)
+    model, ids_U = distill.begin(
+        of, recipe.draft_vocab, lambda ids_U: prune(of.target.model, layers, ids_U)
+    )
+    return distill.job(of, model, ids_U, of.rows(recipe.length, ids_U), recipe)

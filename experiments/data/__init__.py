@@ -1,0 +1,1 @@
+"""Where does training data come from? Text on this machine, prompts, the target's own answers."""

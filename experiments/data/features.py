@@ -1,0 +1,85 @@
+"""The target's hidden state at every token of a corpus, computed once and kept on disk."""
+
+import json
+import os
+import pathlib
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from experiments.data.batches import Rows
+from models.losses import Batch
+from models.transformer import Transformer
+
+AT_ONCE = 8
+
+
+class FeatureRows:
+    """Rows with what stands before each token; a grain data source like `Rows`.
+
+    Attributes:
+        rows: the rows without features.
+        length: T.
+    """
+
+    def __init__(self, rows: Rows, hidden_nTD: np.ndarray):
+        """Takes hidden states of every row, [rows, T, D], from `hidden_states`."""
+        self.rows, self.length, self._hidden_nTD = rows, rows.length, hidden_nTD
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
+        row = self.rows[index]
+        hidden_TD = np.asarray(self._hidden_nTD[int(index)], np.float32)
+        before_TD = np.concatenate((np.zeros_like(hidden_TD[:1]), hidden_TD[:-1]))
+        before_TD[row["position_BT"] == 0] = 0  # a document starts from nothing
+        return {**row, "feature_BTD": before_TD}
+
+
+def hidden_states(rows: Rows, target: Transformer, path: str | os.PathLike[str]) -> np.ndarray:
+    """Returns float16 [rows, T, D], the target's final-norm output, from disk or computed.
+
+    Can be interrupted and called again. A row's documents do not see each other.
+
+    Args:
+        rows: of the corpus.
+        target: the model.
+        path: of an .npy file; beside it, a note says how far it is.
+
+    Raises:
+        ValueError: if the file there has another shape.
+    """
+    path = pathlib.Path(path)
+    shape = (len(rows), rows.length, target.config.d_model)
+    note = path.with_suffix(".json")
+    if path.exists():
+        hidden = np.lib.format.open_memmap(path, mode="r+")
+        if hidden.shape != shape:
+            raise ValueError(
+                f"{path} holds features of shape {hidden.shape}, this corpus needs {shape}: "
+                "choose another file."
+            )
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hidden = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
+    first = json.loads(note.read_text())["rows"] if note.exists() else 0
+    for start in tqdm(range(first, len(rows), AT_ONCE), desc="features", unit="batch"):
+        # The last batch reaches back, so that there is one compiled shape.
+        at = range(max(min(start, len(rows) - AT_ONCE), 0), min(start + AT_ONCE, len(rows)))
+        some = [rows[i] for i in at]
+        fields: dict[str, Any] = {name: np.stack([row[name] for row in some]) for name in some[0]}
+        batch = Batch(**fields)
+        hidden[at.start : at.stop] = np.asarray(_hidden(target, batch), np.float16)
+        hidden.flush()
+        note.write_text(json.dumps({"rows": at.stop}))
+    return hidden
+
+
+@jax.jit
+def _hidden(target: Transformer, batch: Batch) -> jax.Array:
+    hidden = target(batch.token_BT, batch.position_BT, batch.mask()).hidden_BND
+    return hidden.astype(jnp.float16)

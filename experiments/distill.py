@@ -1,0 +1,183 @@
+"""What the training of every drafter shares: target, data, the real metric, the exported file."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments import setup
+from experiments.data import sources
+from experiments.data.batches import Batches, Rows, RowSource
+from experiments.data.corpus import Corpus, frequent_tokens, row_of_token
+from experiments.loop import LoopConfig
+from experiments.prompts import load as prompt_set
+from experiments.train import Arguments, Job
+from models.checkpoint import shipped
+from models.feature import FeatureModel
+from models.stages import join, llama_stages, split
+from models.transformer import Transformer
+from parallel.train import TrainState
+from spec.drafters import Drafter, FeatureDrafter, ModelDrafter
+from spec.generate import Request, generate
+from spec.metrics import total
+from spec.tree_shapes import TreeShape, expansion
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Numbers of a run.
+
+    Attributes:
+        draft_vocab: U, rows of the drafter's head.
+        length: T, tokens of a row.
+        batch: rows of a step.
+        steps: optimiser steps.
+        warm_up: steps over which the learning rate rises; then it falls as a cosine to 0.
+        rate: highest learning rate of AdamW.
+        every: steps between checkpoints, and between evaluations.
+        evaluated: tokens decoded of each prompt in an evaluation.
+    """
+
+    draft_vocab: int
+    length: int
+    batch: int
+    steps: int
+    warm_up: int
+    rate: float
+    every: int
+    evaluated: int
+
+    def changed(self, asked: Arguments) -> "Recipe":
+        """Returns the numbers after what the command line says."""
+        recipe = dataclasses.replace(self, steps=asked.steps) if asked.steps else self
+        if not asked.smoke:
+            return recipe
+        return dataclasses.replace(
+            recipe, draft_vocab=128, length=64, batch=2, steps=4, every=4, evaluated=8
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """The target and what its drafter reads.
+
+    Attributes:
+        asked: what the command line says.
+        target: the model and its tokenizer.
+        corpus: its tokens.
+        data: where they are from.
+    """
+
+    asked: Arguments
+    target: setup.Loaded
+    corpus: Corpus
+    data: tuple[str, ...]
+
+    def ids(self, size: int) -> np.ndarray:
+        """Returns the ids of the most frequent tokens, the end of sequence among them."""
+        return frequent_tokens(self.corpus, size, self.target.tokenizer.eos_ids)
+
+    def rows(self, length: int, ids_U: np.ndarray) -> Rows:
+        """Cuts the corpus into rows labelled by the drafter's head."""
+        return Rows(self.corpus, length, row_of_token(ids_U, self.target.model.config.vocab_size))
+
+
+def material(asked: Arguments) -> Material:
+    """Loads the target and the data, by default the standard library's text."""
+    target = setup.load(asked.target, jnp.float32)
+    data = asked.data or ("text:stdlib",)
+    corpus = sources.load(data, target.tokenizer, limit=20_000 if asked.smoke else None)
+    return Material(asked, target, corpus, data)
+
+
+def begin(of: Material, draft_vocab: int, new: Callable[[np.ndarray], Any]) -> tuple[Any, Any]:
+    """Returns a drafter and the int32 ids of its head: an exported one, or `new(ids_U)`."""
+    if of.asked.init is None:
+        ids_U = of.ids(draft_vocab)
+        return new(ids_U), ids_U
+    found = shipped.load(of.asked.init, of.target.model.embed_VD[...], jnp.float32)
+    return found.model, found.ids_U
+
+
+def evenly(num_layers: int, kept: int) -> tuple[int, ...]:
+    """Returns `kept` layers of a model, the first and the last among them (the last, if one)."""
+    if kept == 1:
+        return (num_layers - 1,)
+    return tuple(round(i * (num_layers - 1) / (kept - 1)) for i in range(kept))
+
+
+def drafter(
+    model: Transformer | FeatureModel, shape: TreeShape, vocab_size: int, ids_U: np.ndarray
+) -> Drafter:
+    """Returns the drafter that runs `model`, with top-k children."""
+    if isinstance(model, FeatureModel):
+        return FeatureDrafter(model, shape, vocab_size, jnp.asarray(ids_U))
+    return ModelDrafter(model, shape, vocab_size, ids_U=jnp.asarray(ids_U))
+
+
+def job(
+    of: Material,
+    model: Transformer | FeatureModel,
+    ids_U: np.ndarray,
+    rows: RowSource,
+    recipe: Recipe,
+    prepare: Callable[[Any, Any], Any] | None = None,
+) -> Job:
+    """Returns the run: hard distillation with AdamW, evaluated by decoding `dev` prompts.
+
+    Args:
+        of: target and data.
+        model: before the first step; its table is the target's and stays as it is.
+        ids_U: token ids of its head.
+        rows: what it is trained on.
+        recipe: see `Recipe`.
+        prepare: see `loop.fit`.
+    """
+    config = model.config
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, recipe.rate, min(recipe.warm_up, recipe.steps // 2), recipe.steps
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01)
+    )
+    prompts = prompt_set.one_of_each(prompt_set.load(split="dev"))[: 1 if of.asked.smoke else None]
+    ids = setup.encode(of.target.tokenizer, prompts)
+    vocab = of.target.tokenizer.vocab_size
+    request = Request(recipe.evaluated, eos_ids=of.target.tokenizer.eos_ids, vocab_size=vocab)
+    shape = expansion((4, 1, 1))
+
+    def evaluate(state: TrainState) -> Mapping[str, float]:
+        mine = drafter(join(state.params), shape, vocab, ids_U)
+        metrics = total(each.metrics for each in generate(of.target.model, mine, ids, request))
+        return {
+            "tokens_per_step": metrics.tokens_per_step,
+            "rank_1": metrics.success_within(1),
+            "rank_4": metrics.success_within(4),
+        }
+
+    def export(state: TrainState, folder: pathlib.Path) -> pathlib.Path:
+        path = folder / "drafter.safetensors"
+        card = {"steps": str(int(state.step)), "data": ", ".join(of.data), **_named(recipe)}
+        shipped.save(join(state.params), ids_U, path, card)
+        return path
+
+    return Job(
+        stages=llama_stages(config, freeze_embedding=True),
+        params=split(model),
+        optimizer=optimizer,
+        batches=Batches(rows, recipe.batch, seed=0),
+        loop=LoopConfig(recipe.steps, recipe.every, recipe.every, keep=2),
+        accumulate=1,
+        evaluate=evaluate,
+        prepare=None if prepare is None else jax.jit(prepare),
+        export=export,
+    )
+
+
+def _named(recipe: Recipe) -> dict[str, str]:
+    return {name: str(value) for name, value in dataclasses.asdict(recipe).items()}

@@ -1,0 +1,129 @@
+"""Trains what a config describes: resumable, with curves, ending in a file that can be used.
+
+    python -m experiments.train --config smollm2_pruned [--out out/train/smollm2_pruned]
+
+Cost and the figures to expect stand at the head of each file in experiments/configs. Interrupt it
+at any moment; the same command goes on where the newest checkpoint stands.
+"""
+
+import csv
+import dataclasses
+import importlib
+import pathlib
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+from absl import app, flags, logging
+
+from experiments import configs, setup
+from experiments.loop import Batches, LoopConfig, fit
+from experiments.plots import plot_curves
+from parallel.stages import Params, Stages
+from parallel.train import TrainState, init_state, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What the command line says to a config.
+
+    Attributes:
+        target: model that the drafter is for, see `setup.load`.
+        data: sources, see `data.sources.load`; empty for the config's own.
+        init: a file that an earlier run exported, to go on from, or None.
+        steps: optimiser steps, or None for the config's.
+        smoke: a few short steps.
+        out: folder of the run.
+    """
+
+    target: str
+    data: tuple[str, ...]
+    init: str | None
+    steps: int | None
+    smoke: bool
+    out: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a config's `build(arguments)` returns.
+
+    Attributes:
+        stages: the model.
+        params: its weights before the first step.
+        optimizer: with its schedule.
+        batches: by number.
+        loop: how long, how often what.
+        accumulate: micro-batches of a step.
+        evaluate: figures of a state, such as tokens per step on `dev` prompts; or None.
+        prepare: changes a batch by the weights, see `loop.fit`; or None.
+        export: writes what the run is for, given the last state and a folder; returns where.
+    """
+
+    stages: Stages
+    params: Params
+    optimizer: optax.GradientTransformation
+    batches: Batches
+    loop: LoopConfig
+    accumulate: int
+    evaluate: Callable[[TrainState], Mapping[str, float]] | None
+    prepare: Callable[[Any, Any], Any] | None
+    export: Callable[[TrainState, pathlib.Path], pathlib.Path]
+
+
+def config_names() -> list[str]:
+    """Lists the files of experiments/configs."""
+    return sorted(module.name for module in pkgutil.iter_modules(configs.__path__))
+
+
+def define_flags() -> None:
+    """Declares this script's flags."""
+    flags.DEFINE_enum("config", None, config_names(), "File of experiments/configs.", required=True)
+    flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
+    flags.DEFINE_multi_string(
+        "data", [], "Data instead of the config's: text:SOURCE or answers:PATH. Repeat to mix."
+    )
+    flags.DEFINE_string("init", None, "Weights to start from: a file that a run exported.")
+    flags.DEFINE_integer("steps", None, "Steps instead of the config's.", lower_bound=1)
+    flags.DEFINE_string("out", None, "Folder; out/train/<config> by default.")
+    flags.DEFINE_bool("smoke", False, "A few steps on little data.")
+
+
+def train(job: Job, out: pathlib.Path) -> pathlib.Path:
+    """Runs a job to its end and draws its curves; returns what it exported."""
+    step = make_train_step(job.stages, job.optimizer, accumulate=job.accumulate)
+    state = init_state(job.params, job.optimizer)
+    state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare)
+    plot_curves(out / "curves.png", _columns(out / "train.csv"), _columns(out / "evaluation.csv"))
+    return job.export(state, out)
+
+
+def _columns(path: pathlib.Path) -> dict[str, list[float]]:
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]} if rows else {}
+
+
+def main(argv: list[str]) -> None:
+    """Runs the job."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
+    args = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)
+    out = pathlib.Path(args.out or f"out/train/{args.config}")
+    try:
+        module = importlib.import_module(f"experiments.configs.{args.config}")
+        asked = Arguments(args.target, tuple(args.data), args.init, args.steps, args.smoke, out)
+        job = module.build(asked)
+        print(f"wrote {train(job, out)}, {out}/train.csv, curves.png")
+    except ValueError as error:
+        sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,139 @@
+"""A LLaMA decoder as `Stages`, and the way between training's stacked blocks and decoding's."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import Context, LayerKV
+from models.config import ModelConfig
+from models.feature import FeatureModel
+from models.layers import rope_tables
+from models.losses import Batch, FeatureBatch, cross_entropy, divergence
+from models.transformer import Block, Transformer
+from parallel.comm import LOCAL, Comm
+from parallel.stages import Params, Stages, forward, num_blocks, one_block, stack
+
+Loss = Literal["cross_entropy", "forward_kl", "reverse_kl"]
+
+
+def llama_stages(
+    config: ModelConfig,
+    loss: Loss = "cross_entropy",
+    temperature: float = 1.0,
+    freeze_embedding: bool = False,
+) -> Stages:
+    """Returns the stages of a `Transformer` or a `FeatureModel`; parameters from `split`.
+
+    Batches are `Batch`, or `FeatureBatch` for a `FeatureModel`.
+
+    Args:
+        config: the model's shape.
+        loss: see `models.losses`; the two divergences need `Batch.teacher`.
+        temperature: of the divergences.
+        freeze_embedding: the table gets no gradient: a drafter that reads the target's own.
+
+    Raises:
+        ValueError: for an unknown loss, or a frozen table that is the head as well.
+    """
+    if loss not in ("cross_entropy", "forward_kl", "reverse_kl"):
+        raise ValueError(f"Loss {loss!r}: use cross_entropy, forward_kl or reverse_kl.")
+    if freeze_embedding and config.tied_embeddings:
+        raise ValueError("A tied table is the head as well and cannot be frozen: untie it.")
+
+    def embed(outer: Transformer | FeatureModel, batch: Batch, comm: Comm) -> jax.Array:
+        decoder = decoder_of(outer)
+        if freeze_embedding:
+            decoder = nnx.clone(decoder)
+            decoder.embed_VD = nnx.Param(jax.lax.stop_gradient(decoder.embed_VD[...]))
+        x_BTD = decoder.embed(batch.token_BT, comm)
+        if isinstance(outer, Transformer):
+            return x_BTD
+        if not isinstance(batch, FeatureBatch) or batch.feature_BTD is None:
+            raise ValueError("A feature model is trained on a FeatureBatch with feature_BTD.")
+        return outer.fuse(x_BTD, batch.feature_BTD, comm)
+
+    def context(batch: Batch) -> Context:
+        # Float32 tables; `block` casts them to whatever the weights are computed in.
+        tables = rope_tables(config, batch.position_BT, jnp.float32)
+        none_B = jnp.zeros(batch.token_BT.shape[0], jnp.int32)
+        return Context(*tables, batch.mask(), none_B, "reference")
+
+    def block(
+        weights: Block, x_BTD: jax.Array, ctx: Context, comm: Comm
+    ) -> tuple[jax.Array, LayerKV]:
+        B, K, A = x_BTD.shape[0], config.num_kv_heads, config.head_dim
+        nothing = jnp.zeros((B, K, 0, A), x_BTD.dtype)
+        tables = (ctx.cos_BNa.astype(x_BTD.dtype), ctx.sin_BNa.astype(x_BTD.dtype))
+        ctx = Context(*tables, ctx.mask_BNM, ctx.length_B, ctx.kernel)
+        return weights(x_BTD, ctx, (nothing, nothing), None, comm)
+
+    def head(outer: Transformer | FeatureModel, x_BTD: jax.Array, comm: Comm) -> jax.Array:
+        decoder = decoder_of(outer)
+        return decoder.head(decoder.final_norm(x_BTD), comm)
+
+    def loss_of(
+        outer: Transformer | FeatureModel, x_BTD: jax.Array, batch: Batch, comm: Comm
+    ) -> tuple[jax.Array, jax.Array]:
+        logits_BTU = head(outer, x_BTD, comm)
+        if loss == "cross_entropy":
+            return cross_entropy(logits_BTU, batch.label_BT, batch.weight_BT)
+        if batch.teacher is None:
+            raise ValueError(f"Loss {loss!r} needs the teacher's distribution: Batch.teacher.")
+        kind: Literal["forward", "reverse"] = "forward" if loss == "forward_kl" else "reverse"
+        return divergence(batch.teacher, logits_BTU, batch.weight_BT, kind, temperature)
+
+    return Stages(embed, context, block, head, loss_of)
+
+
+def decoder_of(model: Transformer | FeatureModel) -> Transformer:
+    """Returns the part that has blocks, norm and head."""
+    return model if isinstance(model, Transformer) else model.decoder
+
+
+def split(model: Transformer | FeatureModel) -> Params:
+    """Returns the weights of `model` as training keeps them; `join` is the way back."""
+    outer = nnx.clone(model)
+    blocks = [*decoder_of(outer).blocks]
+    decoder_of(outer).blocks = nnx.List([])
+    return Params(outer, stack(blocks))
+
+
+def join(params: Params) -> Any:
+    """Returns the model that decodes, of the class that was split: its blocks have own arrays."""
+    model = nnx.clone(params.outer)
+    blocks = [one_block(params, layer) for layer in range(num_blocks(params))]
+    decoder_of(model).blocks = nnx.List(blocks)
+    return model
+
+
+def with_own_features(stages: Stages, params: Params, batch: FeatureBatch) -> FeatureBatch:
+    """Appends to each row its repetition with the drafter's own features; see `FeatureBatch`.
+
+    The features are computed with the present weights and get no gradient. [B, T] -> [B, 2T].
+    """
+    if batch.feature_BTD is None:
+        raise ValueError("Own features follow the target's: the batch has no feature_BTD.")
+    norm = decoder_of(params.outer).final_norm
+    hidden_BTD = norm(forward(stages, params, batch, LOCAL))
+    own_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    first_BT = batch.position_BT == 0  # nothing stands before it, and it was drafted by nobody
+    own_BTD = jnp.where(first_BT[:, :, None], jnp.zeros_like(own_BTD), own_BTD)
+
+    def twice(array: jax.Array) -> jax.Array:
+        return jnp.concatenate((array, array), axis=1)
+
+    own_BT = jnp.zeros(batch.token_BT.shape, jnp.bool_)
+    weight_BT = jnp.where(first_BT, jnp.zeros_like(batch.weight_BT), batch.weight_BT)
+    return FeatureBatch(
+        token_BT=twice(batch.token_BT),
+        position_BT=twice(batch.position_BT),
+        segment_BT=twice(batch.segment_BT),
+        label_BT=twice(batch.label_BT),
+        weight_BT=jnp.concatenate((batch.weight_BT, weight_BT), axis=1),
+        feature_BTD=jnp.concatenate(
+            (batch.feature_BTD.astype(own_BTD.dtype), jax.lax.stop_gradient(own_BTD)), axis=1
+        ),
+        own_BT=jnp.concatenate((own_BT, ~own_BT), axis=1),
+    )

@@ -1,0 +1,118 @@
+"""The third protocol: a model as pure functions that know when they talk and not to whom.
+
+`parallel` trains and partitions any model that comes as `Stages`; it never imports one. The
+composition is fixed here: embed, the blocks in order, loss. How often a block is recomputed, and
+whether the blocks are unrolled or scanned, belongs to whoever composes them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from parallel.comm import LOCAL, Comm
+
+
+class Params(NamedTuple):
+    """Weights as training keeps them.
+
+    Attributes:
+        outer: everything that is no block: embedding, final norm, head.
+        blocks: the blocks, every leaf [L, ...], so that a pipeline shards L and a scan walks it.
+    """
+
+    outer: Any
+    blocks: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A model in parts. B is the batch of the device, T the tokens of a sequence.
+
+    A batch is any pytree whose leaves have B first.
+
+    Attributes:
+        embed: `(outer, batch, comm) -> x_BTD`.
+        context: `(batch) -> ctx`, what all blocks share (rotary tables, mask); no weights in it.
+        block: `(block, x_BTD, ctx, comm) -> (x_BTD, extra)`, one block's weights without the L
+            axis; `extra` is what inference wants of a block (its keys and values).
+        head: `(outer, x_BTD, comm) -> logits_BTV`.
+        loss: `(outer, x_BTD, batch, comm) -> (sum, weight)`, both scalars of at least float32:
+            the weighted sum of the tokens' losses (nats) and the sum of their weights. The mean
+            is taken once, over everything that makes one optimiser step.
+    """
+
+    embed: Callable[[Any, Any, Comm], jax.Array]
+    context: Callable[[Any], Any]
+    block: Callable[[Any, jax.Array, Any, Comm], tuple[jax.Array, Any]]
+    head: Callable[[Any, jax.Array, Comm], jax.Array]
+    loss: Callable[[Any, jax.Array, Any, Comm], tuple[jax.Array, jax.Array]]
+
+
+def forward_loss(
+    stages: Stages,
+    params: Params,
+    batch: Any,
+    comm: Comm = LOCAL,
+    *,
+    remat: bool = False,
+    scan: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss sum and the weight sum, see `Stages.loss`; arguments as in `forward`."""
+    x = forward(stages, params, batch, comm, remat=remat, scan=scan)
+    return stages.loss(params.outer, x, batch, comm)
+
+
+def forward(
+    stages: Stages,
+    params: Params,
+    batch: Any,
+    comm: Comm = LOCAL,
+    *,
+    remat: bool = False,
+    scan: bool = False,
+) -> jax.Array:
+    """Composes embedding and blocks; returns what the head reads, [B, T, D].
+
+    Args:
+        stages: the model.
+        params: its weights.
+        batch: see `Stages`.
+        comm: communication.
+        remat: keep only the input of each block for the backward pass and compute the rest again
+            (Chen et al. 2016, arXiv 1604.06174).
+        scan: one compiled block in a loop over L instead of L copies: compile time no longer
+            grows with L, and nothing can be moved from one block into another.
+    """
+    ctx = stages.context(batch)
+
+    def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        return stages.block(weights, x, ctx, comm)[0], None
+
+    if remat:
+        # In an unrolled program XLA would merge the second computation with the first.
+        block = jax.checkpoint(block, prevent_cse=not scan)
+    x = stages.embed(params.outer, batch, comm)
+    if scan:
+        x, _ = jax.lax.scan(block, x, params.blocks)
+    else:
+        for layer in range(num_blocks(params)):
+            x, _ = block(x, one_block(params, layer))
+    return x
+
+
+def num_blocks(params: Params) -> int:
+    """Returns L."""
+    return jax.tree.leaves(params.blocks)[0].shape[0]
+
+
+def one_block(params: Params, layer: int) -> Any:
+    """Returns the weights of one block, without the L axis."""
+    return jax.tree.map(lambda leaf: leaf[layer], params.blocks)
+
+
+def stack(blocks: list[Any]) -> Any:
+    """Puts equal pytrees on top of each other: every leaf gets L first."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)

@@ -1,0 +1,171 @@
+"""One optimiser step, for any model that comes as `Stages`: the oracle of every later one."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from parallel.comm import LOCAL
+from parallel.stages import Params, Stages, forward_loss
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes, and all that exact resumption needs of a model.
+
+    Attributes:
+        params: master weights, float32 unless the caller chose otherwise.
+        opt_state: the optimiser's.
+        step: int32, optimiser steps tried so far, skipped ones included: it also says how many
+            batches were read.
+        skipped: int32, steps whose loss or gradient was not finite and that changed nothing.
+    """
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+    skipped: jax.Array
+
+
+class StepMetrics(NamedTuple):
+    """What one step reports; scalars.
+
+    Attributes:
+        loss: mean loss over the weight of the step, nats a token.
+        weight: sum of the tokens' weights.
+        grad_norm: Euclidean norm of the mean gradient over distinct elements, before clipping.
+        finite: bool, whether the step was taken.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    grad_norm: jax.Array
+    finite: jax.Array
+
+
+Step = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns the state before the first step. The weights are copied: a step donates its state."""
+    params = jax.tree.map(jnp.copy, params)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
+
+
+def make_train_step(
+    stages: Stages,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    plan: None = None,
+    *,
+    accumulate: int = 1,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    remat: bool = False,
+    scan: bool = False,
+) -> Step:
+    """Returns a compiled `(state, batch) -> (state, metrics)`; the state is donated.
+
+    The gradient is that of the mean over all valid tokens of the step, however they are split
+    over devices and micro-batches: sums of losses and weights are added first and divided once.
+    Micro-batch gradients are summed in the master dtype. Clipping, if the optimiser clips, sees
+    the final gradient.
+
+    Args:
+        stages: the model.
+        optimizer: any optax transformation.
+        mesh: None for one device; with the single axis `data`, every device takes an equal part
+            of the batch and holds all weights (plain data parallelism, one blocking all-reduce).
+        plan: communication plan; None is the only one yet.
+        accumulate: micro-batches a device computes one after the other.
+        compute_dtype: what the weights are cast to in the forward and backward pass, such as
+            bfloat16; None for the master dtype.
+        remat: see `forward_loss`.
+        scan: see `forward_loss`.
+
+    Raises:
+        ValueError: for another mesh, or (at the first call) a batch that does not divide by
+            devices and micro-batches.
+    """
+    if plan is not None:
+        raise ValueError(f"plan = {plan!r}: only None, the blocking step, exists so far.")
+    if mesh is not None and mesh.axis_names != ("data",):
+        raise ValueError(f"Mesh axes {mesh.axis_names}: only ('data',) is supported so far.")
+    devices = 1 if mesh is None else mesh.size
+    if accumulate < 1:
+        raise ValueError(f"accumulate = {accumulate} must be at least 1.")
+
+    def loss_sum(params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        if compute_dtype is not None:
+            params = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params)
+        return forward_loss(stages, params, batch, LOCAL, remat=remat, scan=scan)
+
+    def sums(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
+        """Returns loss sum, weight sum and gradient of the loss sum on this device."""
+        gradient_of = jax.value_and_grad(loss_sum, has_aux=True)
+        if accumulate == 1:
+            (loss, weight), gradient = gradient_of(params, batch)
+            return loss, weight, gradient
+        micro = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
+        zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient_of, params, _first(micro)))
+
+        def body(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradient_of(params, part)), None
+
+        ((loss, weight), gradient), _ = jax.lax.scan(body, zero, micro)
+        return loss, weight, gradient
+
+    def reduced(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
+        # Varying before differentiation, so that JAX inserts no reduction of its own.
+        params = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params)
+        return jax.lax.psum(sums(params, batch), "data")
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        _check_batch(batch, devices, accumulate)
+        total = sums
+        if mesh is not None:
+            whole, parts = PartitionSpec(), PartitionSpec("data")
+            total = jax.shard_map(reduced, mesh=mesh, in_specs=(whole, parts), out_specs=whole)
+        loss, weight, gradient = total(state.params, batch)
+        # A step without a single valid token has nothing to learn and must not divide by zero.
+        share = 1 / jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
+        gradient = jax.tree.map(lambda g: g * share.astype(g.dtype), gradient)
+        norm = optax.tree.norm(gradient)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
+        taken = TrainState(
+            jax.tree.map(keep, params, state.params),
+            jax.tree.map(keep, opt_state, state.opt_state),
+            state.step + 1,
+            state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+        )
+        return taken, StepMetrics(loss * share, weight, norm, finite)
+
+    return jax.jit(step, donate_argnames=("state",))
+
+
+def _first(micro: Any) -> Any:
+    return jax.tree.map(lambda a: a[0], micro)
+
+
+def _check_batch(batch: Any, devices: int, accumulate: int) -> None:
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1:
+        raise ValueError(f"The batch's leaves have first axes {sorted(sizes)}: they must agree.")
+    (size,) = sizes
+    if size % (devices * accumulate):
+        raise ValueError(
+            f"A batch of {size} sequences does not divide into {devices} devices x {accumulate} "
+            "micro-batches: change the batch size or `accumulate`."
+        )

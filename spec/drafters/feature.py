@@ -1,0 +1,158 @@
+"""Drafts from the target's own hidden states: a feature model behind what was accepted."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import LayerKV
+from models.feature import FeatureModel
+from models.kv_cache import KVCache, commit
+from models.prefill import longest_chunk
+from models.transformer import causal_mask
+from spec.drafters.growth import Plan, grow
+from spec.drafters.protocol import Step, View
+from spec.draws import Children, Draws
+from spec.tree import TokenTree, emitted_tokens
+from spec.tree_shapes import TreeShape
+
+
+class FeatureState(NamedTuple):
+    """The drafter's cache, and what it has not read: tokens, each with the feature before it."""
+
+    cache: KVCache
+    unread_BP: jax.Array
+    feature_BPD: jax.Array
+    count_B: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter:
+    """Grows a tree with a `FeatureModel`. Implements `Drafter`.
+
+    As `ModelDrafter`, but beside every token it reads the feature before it: the target's wherever
+    the target has been (`observe` brings it), its own inside the tree.
+
+    Attributes:
+        model: trained on this target's features.
+        shape: static topology; a child's rank is its place in trial order.
+        vocab_size: ids that the tokenizer knows: the vocabulary of p and q.
+        ids_U: int32, token id of every row of the model's head.
+        how: TOP_K (deterministic), IID, WITHOUT_REPLACEMENT or GREEDY_PLUS_ONE.
+    """
+
+    model: FeatureModel
+    shape: TreeShape = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    ids_U: jax.Array
+    how: Children = dataclasses.field(default=Children.TOP_K, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuses shapes that the children cannot fill."""
+        if isinstance(self.model, FeatureModel):
+            _ = self.plan
+
+    @property
+    def plan(self) -> Plan:
+        """What is known of every tree."""
+        return Plan(self.shape, self.vocab_size, self.how, self.model.config.max_positions)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the shape."""
+        return self.shape.depth[-1]
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Root alone (for rows past the model's context), or the whole shape."""
+        return (1, self.shape.size) if self.shape.size > 1 else (1,)
+
+    @property
+    def children(self) -> frozenset[Children]:
+        """`how`."""
+        return frozenset({self.how})
+
+    def init(
+        self,
+        token_BT: jax.Array,
+        length_B: jax.Array,
+        hidden_BTD: jax.Array,
+        capacity: int,
+        path_size: int,
+    ) -> FeatureState:
+        """Reads prompt[:-1] with the target's features, a chunk at a time."""
+        B, T = token_BT.shape
+        D = self.model.config.d_model
+        capacity = min(capacity, self.model.config.max_positions)
+        before_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        chunk = min(T, longest_chunk())
+        wanted_B = jnp.maximum(length_B - 1, 0)
+        index_C = jnp.arange(chunk, dtype=jnp.int32)[None, :]
+        dtype = self.model.decoder.dtype
+
+        def body(i: jax.Array, cache: KVCache) -> KVCache:
+            start = i * chunk
+            token_BC = jax.lax.dynamic_slice_in_dim(token_BT, start, chunk, axis=1)
+            feature_BCD = jax.lax.dynamic_slice_in_dim(before_BTD, start, chunk, axis=1)
+            position_BC = jnp.broadcast_to(start + index_C, (B, chunk))
+            out = self.model(token_BC, feature_BCD, position_BC, causal_mask(B, chunk), cache)
+            return commit(cache, out.tree_kv, jnp.clip(wanted_B - start, 0, chunk))
+
+        chunks = (jnp.max(wanted_B) + chunk - 1) // chunk
+        cache = KVCache.empty(self.model.config, B, capacity, dtype)
+        cache = jax.lax.fori_loop(0, chunks, body, cache)
+        root_B1 = jnp.take_along_axis(token_BT, jnp.maximum(length_B - 1, 0)[:, None], axis=1)
+        last_B11 = jnp.maximum(length_B - 2, 0)[:, None, None]
+        feature_B1D = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)
+        # A text of one token has nothing before it.
+        some_B11 = (length_B > 1)[:, None, None]
+        feature_B1D = jnp.where(some_B11, feature_B1D, jnp.zeros((B, 1, D), feature_B1D.dtype))
+        pad = path_size - 1
+        return FeatureState(
+            cache,
+            jnp.pad(root_B1, ((0, 0), (0, pad))),
+            jnp.pad(feature_B1D, ((0, 0), (0, pad), (0, 0))),
+            jnp.minimum(length_B, 1),
+        )
+
+    def propose(
+        self, state: FeatureState, view: View, key_B: jax.Array
+    ) -> tuple[TokenTree, Draws, FeatureState]:
+        """Reads what is new, then grows the tree on its own features."""
+        B, P = state.unread_BP.shape
+        position_BP = state.cache.length_B[:, None] + jnp.arange(P, dtype=jnp.int32)[None, :]
+        out = self.model(
+            state.unread_BP, state.feature_BPD, position_BP, causal_mask(B, P), state.cache
+        )
+        cache = commit(state.cache, out.tree_kv, state.count_B)
+        last_B11 = jnp.maximum(state.count_B - 1, 0)[:, None, None]
+        root_B1D = jnp.take_along_axis(out.hidden_BND, last_B11, axis=1)
+        feature_BD = {0: root_B1D[:, 0]}
+
+        def read(
+            nodes: list[int],
+            token_Bn: jax.Array,
+            position_Bn: jax.Array,
+            mask_Bnm: jax.Array,
+            earlier: tuple[LayerKV, ...] | None,
+        ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+            parents = [feature_BD[self.shape.parent[node]] for node in nodes]
+            before_BnD = jnp.stack(parents, axis=1)
+            out = self.model(token_Bn, before_BnD, position_Bn, mask_Bnm, cache, earlier)
+            feature_BD.update({node: out.hidden_BND[:, i] for i, node in enumerate(nodes)})
+            return out.logits_BNV, out.tree_kv
+
+        logits_B1U = self.model.decoder.head(root_B1D)
+        tree, draws = grow(self.plan, view, key_B, logits_B1U, None, read, self.ids_U)
+        idle = state._replace(cache=cache, count_B=jnp.zeros_like(state.count_B))
+        return tree, draws, idle
+
+    def observe(self, state: FeatureState, step: Step) -> FeatureState:
+        """Queues the accepted drafts and the bonus, each with the target's state before it."""
+        unread_BP = emitted_tokens(step.token_BP, step.count_B, step.bonus_B)
+        # Emitted token i follows path node i, whose hidden state is what stands before it.
+        return FeatureState(
+            state.cache, unread_BP, step.hidden_BPD.astype(state.feature_BPD.dtype), step.count_B
+        )

@@ -1,0 +1,94 @@
+"""Data, training and drafting by the scripts, on a tiny target in a folder: one after the other."""
+
+import csv
+import json
+
+import pytest
+
+from models.checkpoint import safetensors
+from tests import processes, toys
+from tests.test_tokenizer import CHATML, byte_level, write_folder
+
+
+def run(script, *flags):
+    done = processes.python("-m", f"experiments.{script}", *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    backend = byte_level()
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
+    safetensors.save(toys.tiny(vocab_size=258, max_positions=1024), folder)
+    return write_folder(folder, backend, tokenizer_config=settings)
+
+
+@pytest.fixture(scope="module")
+def answers(target, tmp_path_factory):
+    """Two answers, made in two goes."""
+    folder = tmp_path_factory.mktemp("answers") / "shards"
+    flags = (f"--target={target}", f"--out={folder}", "--smoke", "--batch=1")
+    run("make_answers", *flags)
+    shards = sorted(folder.glob("answers-*.jsonl"))
+    first = shards[0].read_text()
+    shards[1].unlink()
+    run("make_answers", *flags)
+    assert shards[0].read_text() == first
+    assert len(json.loads(shards[1].read_text())["answer_ids"]) == 8
+    other = processes.python("-m", "experiments.make_answers", *flags, "--temperature=1")
+    assert "answers of another job" in other.stderr
+    return folder
+
+
+@pytest.mark.parametrize("config", ["smollm2_pruned", "smollm2_feature"])
+def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
+    data = f"--data=text:{processes.ROOT / 'spec'}", f"--data=answers:{answers}"
+    out = run(
+        "train", f"--config={config}", f"--target={target}", "--smoke", f"--out={tmp_path}", *data
+    )
+    assert "drafter.safetensors" in out
+    with (tmp_path / "train.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4]
+    with (tmp_path / "evaluation.csv").open(newline="") as file:
+        assert float(next(csv.DictReader(file))["tokens_per_step"]) >= 1
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    file = tmp_path / "drafter.safetensors"
+    again = run(
+        "train",
+        f"--config={config}",
+        f"--target={target}",
+        "--smoke",
+        f"--out={tmp_path / 'more'}",
+        f"--init={file}",
+        *data,
+    )
+    assert "drafter.safetensors" in again
+    done = run(
+        "generate",
+        f"--target={target}",
+        "--smoke",
+        "--drafter=ngram",
+        f"--drafter={file}",
+        "--tree=2,1",
+        f"--out={tmp_path / 'texts'}",
+    )
+    assert "identical: yes" in done
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--data=music:bach",), "write text:SOURCE or answers:PATH"),
+        (("--data=answers:nowhere",), "nowhere cannot be read"),
+        (("--init=nowhere.safetensors",), "nowhere.safetensors cannot be read"),
+        (("--target=nowhere",), "Model 'nowhere'"),
+    ],
+)
+def test_bad_flags(target, tmp_path, flags, words):
+    command = ("--config=smollm2_pruned", f"--target={target}", "--smoke", f"--out={tmp_path}")
+    done = processes.python("-m", "experiments.train", *command, *flags)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
