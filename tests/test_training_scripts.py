@@ -44,6 +44,7 @@ def answers(target, tmp_path_factory):
 
 @pytest.mark.parametrize("config", ["smollm2_pruned", "smollm2_feature"])
 def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
+    """One of the two goes the whole way: trained on, then drafting in the main job."""
     data = f"--data=text:{processes.ROOT / 'spec'}", f"--data=answers:{answers}"
     out = run(
         "train", f"--config={config}", f"--target={target}", "--smoke", f"--out={tmp_path}", *data
@@ -54,6 +55,8 @@ def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
     with (tmp_path / "evaluation.csv").open(newline="") as file:
         assert float(next(csv.DictReader(file))["tokens_per_step"]) >= 1
     assert (tmp_path / "curves.png").stat().st_size > 1000
+    if config == "smollm2_pruned":
+        return
     file = tmp_path / "drafter.safetensors"
     again = run(
         "train",
