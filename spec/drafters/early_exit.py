@@ -10,7 +10,7 @@ from models.attention import LayerKV
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.transformer import Transformer
-from spec.drafters.growth import Plan, grow
+from spec.drafters.growth import Outline, StaticTree, grow
 from spec.drafters.protocol import Step, View
 from spec.draws import Children, Draws
 from spec.tree import TokenTree
@@ -19,7 +19,7 @@ from spec.tree_shapes import TreeShape
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class EarlyExitDrafter:
+class EarlyExitDrafter(StaticTree):
     """Runs the first `layers` blocks of the target, then its final norm and head.
 
     Elhoushi et al. 2024 (arXiv 2404.16710), section 4.3, without their training. The early layers
@@ -42,33 +42,18 @@ class EarlyExitDrafter:
     how: Children = dataclasses.field(default=Children.TOP_K, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Refuses an exit that the target does not have, and what `Plan` refuses."""
+        """Refuses an exit that the target does not have, and what `Outline` refuses."""
         if not 1 <= self.layers <= self.config.num_layers:
             raise ValueError(
                 f"Exit after {self.layers} layers: the target has {self.config.num_layers}, "
                 f"choose 1..{self.config.num_layers}."
             )
-        _ = self.plan
+        _ = self.outline
 
     @property
-    def plan(self) -> Plan:
+    def outline(self) -> Outline:
         """What is known of every tree."""
-        return Plan(self.shape, self.vocab_size, self.how, self.config.max_positions)
-
-    @property
-    def depth(self) -> int:
-        """Depth of the shape."""
-        return self.shape.depth[-1]
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Root alone (at the end of the context), or the whole shape."""
-        return (1, self.shape.size) if self.shape.size > 1 else (1,)
-
-    @property
-    def children(self) -> frozenset[Children]:
-        """`how`."""
-        return frozenset({self.how})
+        return Outline(self.shape, self.vocab_size, self.how, self.config.max_positions)
 
     def init(
         self,
@@ -109,7 +94,7 @@ class EarlyExitDrafter:
             out = model(token_Bn, position_Bn, mask_Bnm, cache, earlier)
             return out.logits_BNV, out.tree_kv
 
-        tree, draws = grow(self.plan, view, key_B, root.logits_BNV, root.tree_kv, read)
+        tree, draws = grow(self.outline, view, key_B, root.logits_BNV, root.tree_kv, read)
         return tree, draws, state
 
     def observe(self, state: tuple[()], step: Step) -> tuple[()]:

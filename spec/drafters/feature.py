@@ -11,7 +11,7 @@ from models.feature import FeatureModel
 from models.kv_cache import KVCache, commit
 from models.prefill import longest_chunk
 from models.transformer import causal_mask
-from spec.drafters.growth import Plan, grow
+from spec.drafters.growth import Outline, StaticTree, grow
 from spec.drafters.protocol import Step, View
 from spec.draws import Children, Draws
 from spec.tree import TokenTree, emitted_tokens
@@ -29,7 +29,7 @@ class FeatureState(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FeatureDrafter:
+class FeatureDrafter(StaticTree):
     """Grows a tree with a `FeatureModel`. Implements `Drafter`.
 
     As `ModelDrafter`, but beside every token it reads the feature before it: the target's wherever
@@ -52,27 +52,12 @@ class FeatureDrafter:
     def __post_init__(self) -> None:
         """Refuses shapes that the children cannot fill."""
         if isinstance(self.model, FeatureModel):
-            _ = self.plan
+            _ = self.outline
 
     @property
-    def plan(self) -> Plan:
+    def outline(self) -> Outline:
         """What is known of every tree."""
-        return Plan(self.shape, self.vocab_size, self.how, self.model.config.max_positions)
-
-    @property
-    def depth(self) -> int:
-        """Depth of the shape."""
-        return self.shape.depth[-1]
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Root alone (for rows past the model's context), or the whole shape."""
-        return (1, self.shape.size) if self.shape.size > 1 else (1,)
-
-    @property
-    def children(self) -> frozenset[Children]:
-        """`how`."""
-        return frozenset({self.how})
+        return Outline(self.shape, self.vocab_size, self.how, self.model.config.max_positions)
 
     def init(
         self,
@@ -145,7 +130,7 @@ class FeatureDrafter:
             return out.logits_BNV, out.tree_kv
 
         logits_B1U = self.model.decoder.head(root_B1D)
-        tree, draws = grow(self.plan, view, key_B, logits_B1U, None, read, self.ids_U)
+        tree, draws = grow(self.outline, view, key_B, logits_B1U, None, read, self.ids_U)
         idle = state._replace(cache=cache, count_B=jnp.zeros_like(state.count_B))
         return tree, draws, idle
 

@@ -17,7 +17,7 @@ from spec.tree_shapes import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Outline:
     """What is known of a tree before anything is drafted. Hashable, hence static.
 
     Attributes:
@@ -51,6 +51,28 @@ class Plan:
             )
 
 
+class StaticTree:
+    """What drafters of a static shape have in common; a mixin for implementations of `Drafter`."""
+
+    shape: TreeShape
+    how: Children
+
+    @property
+    def depth(self) -> int:
+        """Depth of the shape."""
+        return self.shape.depth[-1]
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Root alone (for rows past the drafter's context), or the whole shape."""
+        return (1, self.shape.size) if self.shape.size > 1 else (1,)
+
+    @property
+    def children(self) -> frozenset[Children]:
+        """`how`."""
+        return frozenset({self.how})
+
+
 class Reader(Protocol):
     """One pass of the drafter over nodes of one level."""
 
@@ -75,7 +97,7 @@ class Reader(Protocol):
 
 
 def grow(
-    plan: Plan,
+    outline: Outline,
     view: View,
     key_B: jax.Array,
     root_logits_B1U: jax.Array,
@@ -83,10 +105,10 @@ def grow(
     read: Reader,
     ids_U: jax.Array | None = None,
 ) -> tuple[TokenTree, Draws]:
-    """Returns a tree of `plan.shape.size` slots and how its nodes were drawn.
+    """Returns a tree of `outline.shape.size` slots and how its nodes were drawn.
 
     Args:
-        plan: see `Plan`.
+        outline: see `Outline`.
         view: see `View`.
         key_B: one random key a row.
         root_logits_B1U: the drafter's logits after the root.
@@ -94,8 +116,8 @@ def grow(
         read: gives the logits after further nodes.
         ids_U: token id of each row of the drafter's head; None if they are the same.
     """
-    shape = plan.shape
-    growth = _Growth(plan, view, key_B, ids_U)
+    shape = outline.shape
+    growth = _Growth(outline, view, key_B, ids_U)
     growth.add([0], root_logits_B1U)
     mask = shape.ancestors()
     seen: list[int] = [] if root_kv is None else [0]
@@ -121,8 +143,8 @@ def grow(
 class _Growth:
     """A tree in the making: tokens, kinds and rows of q by node of the shape."""
 
-    def __init__(self, plan: Plan, view: View, key_B: jax.Array, ids_U: jax.Array | None):
-        self.plan, self.view, self.key_B, self.ids_U = plan, view, key_B, ids_U
+    def __init__(self, outline: Outline, view: View, key_B: jax.Array, ids_U: jax.Array | None):
+        self.outline, self.view, self.key_B, self.ids_U = outline, view, key_B, ids_U
         self.token = {0: view.root_B}
         self.valid = {0: jnp.ones_like(view.active_B)}
         self.kind: dict[int, Kind] = {}
@@ -131,7 +153,7 @@ class _Growth:
 
     def add(self, nodes: list[int], logits_BnU: jax.Array) -> None:
         """Chooses the children of `nodes` from the drafter's logits after them."""
-        shape = self.plan.shape
+        shape = self.outline.shape
         kids = {n: [c for c in range(1, shape.size) if shape.parent[c] == n] for n in nodes}
         width = max((shape.rank[c] + 1 for group in kids.values() for c in group), default=0)
         if not width:
@@ -144,11 +166,11 @@ class _Growth:
                 self.valid[child] = self.valid[node] & chosen.some_Bnk[:, i, rank]
                 self.kind[child] = chosen.kind_k[rank]
                 self.row[child] = sum(rows.shape[1] for rows in self.q_BnV) + i
-        if self.plan.how is not Children.TOP_K:
+        if self.outline.how is not Children.TOP_K:
             self.q_BnV.append(chosen.q_BnV)
 
     def _choose(self, nodes: list[int], logits_BnU: jax.Array, width: int) -> Chosen:
-        how, vocab = self.plan.how, self.plan.vocab_size
+        how, vocab = self.outline.how, self.outline.vocab_size
         key_B = jax.vmap(jax.random.fold_in, (0, None))(self.key_B, nodes[0])
         if how is Children.TOP_K:
             if self.ids_U is None:
@@ -166,7 +188,7 @@ class _Growth:
 
     def finish(self) -> tuple[TokenTree, Draws]:
         """Returns the tree and its draws."""
-        shape, B = self.plan.shape, self.view.root_B.shape[0]
+        shape, B = self.outline.shape, self.view.root_B.shape[0]
         N = shape.size
 
         def tile(values: list[int] | tuple[int, ...]) -> jax.Array:
@@ -175,7 +197,7 @@ class _Growth:
         depth_BN = tile(shape.depth)
         # A draft of depth d was read off a pass at position length + d - 1.
         read_at_BN = self.view.length_B[:, None] + depth_BN - 1
-        within_BN = (depth_BN == 0) | (read_at_BN < self.plan.max_positions)
+        within_BN = (depth_BN == 0) | (read_at_BN < self.outline.max_positions)
         valid_BN = jnp.stack([self.valid[node] for node in range(N)], axis=1) & within_BN
         token_BN = jnp.stack([self.token[node] for node in range(N)], axis=1)
         drafts = range(1, N)

@@ -10,7 +10,7 @@ from models.attention import LayerKV
 from models.kv_cache import KVCache, commit
 from models.prefill import prefill
 from models.transformer import Transformer, causal_mask
-from spec.drafters.growth import Plan, grow
+from spec.drafters.growth import Outline, StaticTree, grow
 from spec.drafters.protocol import Step, View
 from spec.draws import Children, Draws
 from spec.tree import TokenTree, emitted_tokens
@@ -27,7 +27,7 @@ class ModelState(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter:
+class ModelDrafter(StaticTree):
     """Drafts with `model` along `shape`. Implements `Drafter`.
 
     The first pass of a proposal reads the tokens emitted by the last step (at most depth + 1) as
@@ -56,7 +56,7 @@ class ModelDrafter:
         """Refuses shapes that the children cannot fill, and a reduced head without its ids."""
         if not isinstance(self.model, Transformer):
             return  # a pytree of something else, in the hands of JAX
-        config, _ = self.model.config, self.plan
+        config, _ = self.model.config, self.outline
         if self.ids_U is None and config.draft_vocab_size < config.vocab_size:
             raise ValueError(
                 f"The drafter's head has {config.draft_vocab_size} rows, its table "
@@ -64,24 +64,9 @@ class ModelDrafter:
             )
 
     @property
-    def plan(self) -> Plan:
+    def outline(self) -> Outline:
         """What is known of every tree."""
-        return Plan(self.shape, self.vocab_size, self.how, self.model.config.max_positions)
-
-    @property
-    def depth(self) -> int:
-        """Depth of the shape."""
-        return self.shape.depth[-1]
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Root alone (for rows past the model's context), or the whole shape."""
-        return (1, self.shape.size) if self.shape.size > 1 else (1,)
-
-    @property
-    def children(self) -> frozenset[Children]:
-        """`how`."""
-        return frozenset({self.how})
+        return Outline(self.shape, self.vocab_size, self.how, self.model.config.max_positions)
 
     def init(
         self,
@@ -121,7 +106,7 @@ class ModelDrafter:
             return out.logits_BNV, out.tree_kv
 
         # The root is cached by now, so the tree part holds drafts only.
-        tree, draws = grow(self.plan, view, key_B, logits_B1U, None, read, self.ids_U)
+        tree, draws = grow(self.outline, view, key_B, logits_B1U, None, read, self.ids_U)
         return tree, draws, ModelState(cache, state.unread_BP, jnp.zeros_like(state.count_B))
 
     def observe(self, state: ModelState, step: Step) -> ModelState:
