@@ -91,7 +91,7 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     budget = 8 if args.smoke else args.max_new_tokens
-    _check_same_job(args, prompts, budget, out / "job.json")
+    check_same_job(args, prompts, budget, out / "job.json")
     target = setup.load(args.target, setup.default_dtype())
     # Prompts of like length share a batch, so that few tokens are padding.
     ids = setup.encode(target.tokenizer, prompts)
@@ -130,9 +130,14 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
     print(f"wrote {len(groups)} shards to {out}")
 
 
-def _check_same_job(
+def check_same_job(
     args: flags.FlagValues, prompts: list[Prompt], budget: int, path: pathlib.Path
 ) -> None:
+    """Notes what the folder's answers are made with, and refuses to mix jobs.
+
+    Raises:
+        ValueError: if the note at `path` says otherwise.
+    """
     asked = hashlib.sha256("\n".join(prompt.text for prompt in prompts).encode()).hexdigest()
     job = {
         "target": args.target,

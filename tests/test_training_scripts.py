@@ -2,9 +2,11 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from experiments import make_answers
 from models.checkpoint import safetensors
 from tests import processes, toys
 from tests.test_tokenizer import CHATML, byte_level, write_folder
@@ -37,9 +39,16 @@ def answers(target, tmp_path_factory):
     run("make_answers", *flags)
     assert shards[0].read_text() == first
     assert len(json.loads(shards[1].read_text())["answer_ids"]) == 8
-    other = processes.python("-m", "experiments.make_answers", *flags, "--temperature=1")
-    assert "answers of another job" in other.stderr
     return folder
+
+
+def test_answers_of_another_job_are_not_continued(tmp_path):
+    asked = {"target": "t", "batch": 2, "temperature": 0.0, "seed": 0}
+    job = tmp_path / "job.json"
+    make_answers.check_same_job(SimpleNamespace(**asked), [], 8, job)
+    make_answers.check_same_job(SimpleNamespace(**asked), [], 8, job)
+    with pytest.raises(ValueError, match="answers of another job"):
+        make_answers.check_same_job(SimpleNamespace(**asked | {"temperature": 1.0}), [], 8, job)
 
 
 @pytest.mark.parametrize("config", ["smollm2_pruned", "smollm2_feature"])
