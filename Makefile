@@ -23,7 +23,8 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
-	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_lossless_smollm2.py tests/test_lossless.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_lossless_smollm2.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_lossless.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
 	$(PYTEST) -q -rP -n 2 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_statistics.py
