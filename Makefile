@@ -27,10 +27,11 @@ lossless: .venv/ready  ## Speculation equals plain decoding: the real model and 
 	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_lossless.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
-	$(PYTEST) -q -rP -n 2 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_statistics.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics.py
 
 exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (long).
-	$(PYTEST) -q -rP -n 2 --dist load -m slow tests/test_statistics_smollm2.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics_smollm2.py
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
 	$(PYTEST) -q -n 2 -m slow tests/test_attention_kernels.py tests/test_attention_reference.py

@@ -110,6 +110,8 @@ def test_answers(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl:1 is no answer"):
         [*answers.read(tmp_path / "bad.jsonl")]
+    with pytest.raises(ValueError, match="absent cannot be read"):
+        [*answers.read(tmp_path / "absent")]
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="make_answers"):
         [*answers.read(tmp_path / "none")]
