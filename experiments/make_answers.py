@@ -2,7 +2,7 @@
 
     python -m experiments.make_answers [--prompts FILE] [--out out/answers]
 
-Cost: 150 to 400 tokens a second on 2 CPU cores with SmolLM2-135M in batches of 16. Without
+Cost: not measured at full length yet; the bar shows the tokens made. Without
 --prompts it asks about the functions of Python's standard library, which is on every machine.
 Every finished batch is one shard; the same command goes on where it was interrupted.
 """

@@ -1,6 +1,6 @@
 """Finds the block sizes that suit an accelerator: rows for `block_sizes.TUNED`.
 
-    python -m experiments.tune_kernels            (an accelerator; about ten minutes)
+    python -m experiments.tune_kernels            (an accelerator; time not known yet)
     python -m experiments.tune_kernels --smoke    (any machine: two sizes give the same output)
 
 Every candidate is checked against the reference before it is timed. Prints the entries to add to

@@ -4,12 +4,14 @@
 
 Hardware: 2 CPU cores. First the target's hidden state at every token of the data is computed once
 (1.2 kB each in the run's folder, resumable). The layer starts as the target's last
-one. Every batch is read twice, with the target's features and with the drafter's own.
+one. Every batch is read twice, with the target's features and with the drafter's own. Not trained to
+its end yet: no number to expect.
 """
 
 from flax import nnx
 
 from experiments import distill
+from experiments.configs.smollm2_pruned import RECIPE
 from experiments.data.features import FeatureRows, hidden_states
 from experiments.train import Arguments, Job
 from models.feature import feature_model
@@ -17,16 +19,6 @@ from models.prune import prune
 from models.stages import llama_stages, with_own_features
 
 LAYERS = 1
-RECIPE = distill.Recipe(
-    draft_vocab=8192,
-    length=256,
-    batch=8,
-    steps=2000,
-    warm_up=100,
-    rate=1e-3,
-    every=200,
-    evaluated=48,
-)
 
 
 def build(asked: Arguments) -> Job:

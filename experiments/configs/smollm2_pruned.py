@@ -4,7 +4,7 @@
 
 Hardware: 2 CPU cores. The layers read the target's own embedding table, which stays as it is; the
 head is a copy of the table's most frequent rows and learns. Loss: hard distillation, that is
-cross-entropy on the target's greedy answers.
+cross-entropy on the target's greedy answers. Not trained to its end yet: no number to expect.
 """
 
 from experiments import distill
