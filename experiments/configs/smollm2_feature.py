@@ -3,9 +3,9 @@
     python -m experiments.train --config smollm2_feature --data answers:PATH
 
 Hardware: 2 CPU cores. First the target's hidden state at every token of the data is computed once
-(1.2 kB each in the run's folder, resumable). The layer starts as the target's last
-one. Every batch is read twice, with the target's features and with the drafter's own. Not trained to
-its end yet: no number to expect.
+(1.2 kB each in the run's folder, resumable). The layer starts as the target's last one. Every batch
+is read twice, with the target's features and with the drafter's own. Not trained to its end yet: no
+number to expect.
 """
 
 from flax import nnx
