@@ -1,4 +1,9 @@
-"""What the training of every drafter shares: target, data, the real metric, the exported file."""
+"""What the training of every drafter shares: target, data, the real metric, the exported file.
+
+The teacher is the target itself, at every token of the data: its states are computed once, and its
+distribution over the drafter's head follows from them in every batch. Table and head are the
+target's own and stay as they are, so a drafter is as small as its blocks.
+"""
 
 import dataclasses
 import pathlib
@@ -12,20 +17,24 @@ import optax
 
 from experiments import setup
 from experiments.data import sources
-from experiments.data.batches import Batches, Rows, RowSource
+from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, frequent_tokens, row_of_token
+from experiments.data.features import HiddenRows, hidden_states
 from experiments.loop import LoopConfig
 from experiments.prompts import load as prompt_set
 from experiments.train import Arguments, Job
 from models.checkpoint import shipped
 from models.feature import FeatureModel
-from models.stages import join, llama_stages, split
+from models.stages import HEAD, TABLE, is_frozen, join, llama_stages, split
 from models.transformer import Transformer
+from parallel.stages import Stages
 from parallel.train import TrainState
 from spec.drafters import Drafter, FeatureDrafter, ModelDrafter
 from spec.generate import Request, generate
 from spec.metrics import total
 from spec.tree_shapes import TreeShape, expansion
+
+FROZEN = (TABLE, HEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +91,15 @@ class Material:
         """Returns the ids of the most frequent tokens, the end of sequence among them."""
         return frequent_tokens(self.corpus, size, self.target.tokenizer.eos_ids)
 
-    def rows(self, length: int, ids_U: np.ndarray) -> Rows:
-        """Cuts the corpus into rows labelled by the drafter's head."""
-        return Rows(self.corpus, length, row_of_token(ids_U, self.target.model.config.vocab_size))
+    def rows(self, length: int, ids_U: np.ndarray) -> HiddenRows:
+        """Cuts the corpus into rows labelled by the drafter's head, with the target's states.
+
+        These are kept beside the run's folder, for all runs on the same tokens.
+        """
+        model = self.target.model
+        rows = Rows(self.corpus, length, row_of_token(ids_U, model.config.vocab_size))
+        name = f"hidden-{self.corpus.fingerprint()}-{length}.npy"
+        return HiddenRows(rows, hidden_states(rows, model, self.asked.out.parent / name))
 
 
 def material(asked: Arguments) -> Material:
@@ -124,27 +139,26 @@ def job(
     of: Material,
     model: Transformer | FeatureModel,
     ids_U: np.ndarray,
-    rows: RowSource,
     recipe: Recipe,
-    prepare: Callable[[Any, Any], Any] | None = None,
+    prepare: Callable[[Stages, Any, Any], Any],
 ) -> Job:
-    """Returns the run: hard distillation with AdamW, evaluated by decoding `dev` prompts.
+    """Returns the run: forward KL with AdamW, evaluated by decoding `dev` prompts.
 
     Args:
         of: target and data.
-        model: before the first step; its table is the target's and stays as it is.
+        model: before the first step; its table and head are the target's.
         ids_U: token ids of its head.
-        rows: what it is trained on.
         recipe: see `Recipe`.
-        prepare: see `loop.fit`.
+        prepare: `(stages, params, batch) -> batch`: what the model reads beside tokens.
     """
-    config = model.config
+    stages = llama_stages(model.config, "forward_kl", frozen=FROZEN)
     rate = optax.warmup_cosine_decay_schedule(
         0.0, recipe.rate, min(recipe.warm_up, recipe.steps // 2), recipe.steps
     )
-    optimizer = optax.chain(
+    learn = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01)
     )
+    optimizer = optax.partition({True: optax.set_to_zero(), False: learn}, _frozen_leaves)
     prompts = prompt_set.one_of_each(prompt_set.load(split="dev"))[: 1 if of.asked.smoke else None]
     ids = setup.encode(of.target.tokenizer, prompts)
     vocab = of.target.tokenizer.vocab_size
@@ -167,16 +181,20 @@ def job(
         return path
 
     return Job(
-        stages=llama_stages(config, freeze_embedding=True),
+        stages=stages,
         params=split(model),
         optimizer=optimizer,
-        batches=Batches(rows, recipe.batch, seed=0),
+        batches=Batches(of.rows(recipe.length, ids_U), recipe.batch, seed=0),
         loop=LoopConfig(recipe.steps, recipe.every, recipe.every, keep=2),
         accumulate=1,
         evaluate=evaluate,
-        prepare=None if prepare is None else jax.jit(prepare),
+        prepare=jax.jit(lambda params, batch: prepare(stages, params, batch)),
         export=export,
     )
+
+
+def _frozen_leaves(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: is_frozen(path, FROZEN), params)
 
 
 def _named(recipe: Recipe) -> dict[str, str]:

@@ -11,11 +11,11 @@ class Teacher(NamedTuple):
     """The target's distribution after each token, at k rows of the drafter's head.
 
     Attributes:
-        row_BTk: int32, rows of the head, distinct within a token.
+        row_BTk: int32, rows of the head, distinct within a token; None for all U in their order.
         logit_BTk: float32, the target's logits there; -inf for a slot that is not used.
     """
 
-    row_BTk: jax.Array
+    row_BTk: jax.Array | None
     logit_BTk: jax.Array
 
 
@@ -33,6 +33,8 @@ class Batch:
         weight_BT: float32; 0 where there is nothing to learn: padding, the last token of a
             document, a label that the head does not have, the prompt of an answer.
         teacher: for distillation of probabilities, else None.
+        hidden_BTD: the target's final-norm output at each token, which the teacher and the
+            features are made of (`models.stages.with_teacher`, `with_features`); None without.
     """
 
     token_BT: jax.Array
@@ -41,6 +43,7 @@ class Batch:
     label_BT: jax.Array
     weight_BT: jax.Array
     teacher: Teacher | None = None
+    hidden_BTD: jax.Array | None = None
 
     def mask(self) -> jax.Array:
         """Returns bool [B, T, T]: which tokens of its own document each token sees.
@@ -111,7 +114,9 @@ def divergence(
     p_log = jax.nn.log_softmax(jax.lax.stop_gradient(teacher.logit_BTk) / temperature, axis=-1)
     used = teacher.logit_BTk > -jnp.inf
     scaled_BTU = logits_BTU / temperature
-    q_log = jnp.take_along_axis(scaled_BTU, teacher.row_BTk, axis=2)
+    q_log = scaled_BTU
+    if teacher.row_BTk is not None:
+        q_log = jnp.take_along_axis(scaled_BTU, teacher.row_BTk, axis=2)
     if kind == "forward":
         q_log -= jax.nn.logsumexp(scaled_BTU, axis=-1, keepdims=True)
         terms = jnp.exp(p_log) * (jnp.where(used, p_log, jnp.zeros_like(p_log)) - q_log)

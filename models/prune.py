@@ -38,5 +38,6 @@ def prune(model: Transformer, layers: Sequence[int], ids_U: np.ndarray) -> Trans
     )
     out.embed_VD = model.embed_VD
     out.blocks = nnx.List([nnx.clone(blocks[layer]) for layer in layers])
-    out.head_DU = nnx.Param(head_VD[jnp.asarray(ids_U)].T)
+    # A tied model has None there, which nnx takes for a static attribute unless told otherwise.
+    out.head_DU = nnx.data(nnx.Param(head_VD[jnp.asarray(ids_U)].T))
     return out

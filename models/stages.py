@@ -1,5 +1,7 @@
 """A LLaMA decoder as `Stages`, and the way between training's stacked blocks and decoding's."""
 
+import dataclasses
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jax
@@ -10,19 +12,21 @@ from models.attention import Context, LayerKV
 from models.config import ModelConfig
 from models.feature import FeatureModel
 from models.layers import rope_tables
-from models.losses import Batch, FeatureBatch, cross_entropy, divergence
+from models.losses import Batch, FeatureBatch, Teacher, cross_entropy, divergence
 from models.transformer import Block, Transformer
 from parallel.comm import LOCAL, Comm
 from parallel.stages import Params, Stages, forward, num_blocks, one_block, stack
 
 Loss = Literal["cross_entropy", "forward_kl", "reverse_kl"]
+# What a drafter has from its target and may leave as it is.
+TABLE, HEAD = "embed_VD", "head_DU"
 
 
 def llama_stages(
     config: ModelConfig,
     loss: Loss = "cross_entropy",
     temperature: float = 1.0,
-    freeze_embedding: bool = False,
+    frozen: Collection[str] = (),
 ) -> Stages:
     """Returns the stages of a `Transformer` or a `FeatureModel`; parameters from `split`.
 
@@ -32,22 +36,28 @@ def llama_stages(
         config: the model's shape.
         loss: see `models.losses`; the two divergences need `Batch.teacher`.
         temperature: of the divergences.
-        freeze_embedding: the table gets no gradient: a drafter that reads the target's own.
+        frozen: which of `TABLE` and `HEAD` get no gradient: those that are the target's own.
+            (The optimiser must leave them alone too: weight decay needs no gradient.)
 
     Raises:
-        ValueError: for an unknown loss, or a frozen table that is the head as well.
+        ValueError: for an unknown loss or frozen name, or a table that is the head as well.
     """
     if loss not in ("cross_entropy", "forward_kl", "reverse_kl"):
         raise ValueError(f"Loss {loss!r}: use cross_entropy, forward_kl or reverse_kl.")
-    if freeze_embedding and config.tied_embeddings:
+    if not {*frozen} <= {TABLE, HEAD}:
+        raise ValueError(f"Frozen {sorted(frozen)}: only {TABLE} and {HEAD} can be.")
+    if frozen and config.tied_embeddings:
         raise ValueError("A tied table is the head as well and cannot be frozen: untie it.")
 
+    def held(outer: Transformer | FeatureModel) -> Transformer:
+        """Returns the decoder, its frozen arrays without a way back for gradients."""
+        decoder = nnx.clone(decoder_of(outer))
+        for name in frozen:
+            setattr(decoder, name, nnx.Param(jax.lax.stop_gradient(getattr(decoder, name)[...])))
+        return decoder
+
     def embed(outer: Transformer | FeatureModel, batch: Batch, comm: Comm) -> jax.Array:
-        decoder = decoder_of(outer)
-        if freeze_embedding:
-            decoder = nnx.clone(decoder)
-            decoder.embed_VD = nnx.Param(jax.lax.stop_gradient(decoder.embed_VD[...]))
-        x_BTD = decoder.embed(batch.token_BT, comm)
+        x_BTD = held(outer).embed(batch.token_BT, comm)
         if isinstance(outer, Transformer):
             return x_BTD
         if not isinstance(batch, FeatureBatch) or batch.feature_BTD is None:
@@ -70,7 +80,7 @@ def llama_stages(
         return weights(x_BTD, ctx, (nothing, nothing), None, comm)
 
     def head(outer: Transformer | FeatureModel, x_BTD: jax.Array, comm: Comm) -> jax.Array:
-        decoder = decoder_of(outer)
+        decoder = held(outer)
         return decoder.head(decoder.final_norm(x_BTD), comm)
 
     def loss_of(
@@ -108,6 +118,41 @@ def join(params: Params) -> Any:
     return model
 
 
+def is_frozen(path: tuple[Any, ...], frozen: Collection[str]) -> bool:
+    """Says whether a leaf of `Params`, by its key path, belongs to one of `frozen`."""
+    return any(getattr(key, "name", getattr(key, "key", None)) in frozen for key in path)
+
+
+def with_teacher(params: Params, batch: Batch) -> Batch:
+    """Adds the target's distribution after each token, over the rows of the drafter's head.
+
+    Only for a frozen head, whose rows are the target's: the teacher is what it makes of the
+    target's own final-norm output.
+
+    Raises:
+        ValueError: if the batch has no `hidden_BTD`.
+    """
+    if batch.hidden_BTD is None:
+        raise ValueError("A teacher is made of the target's states: the batch has no hidden_BTD.")
+    decoder = decoder_of(params.outer)
+    logits_BTU = decoder.head(batch.hidden_BTD.astype(decoder.dtype), LOCAL)
+    return dataclasses.replace(batch, teacher=Teacher(None, logits_BTU))
+
+
+def with_features(batch: Batch) -> FeatureBatch:
+    """Puts before each token the target's state there; zeros before a document's first.
+
+    Raises:
+        ValueError: if the batch has no `hidden_BTD`.
+    """
+    if batch.hidden_BTD is None:
+        raise ValueError("Features are the target's states: the batch has no hidden_BTD.")
+    before_BTD = jnp.pad(batch.hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    before_BTD = jnp.where(batch.position_BT[:, :, None] == 0, 0, before_BTD)
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
+    return FeatureBatch(**fields, feature_BTD=before_BTD)
+
+
 def with_own_features(stages: Stages, params: Params, batch: FeatureBatch) -> FeatureBatch:
     """Appends to each row its repetition with the drafter's own features; see `FeatureBatch`.
 
@@ -127,6 +172,7 @@ def with_own_features(stages: Stages, params: Params, batch: FeatureBatch) -> Fe
     own_BT = jnp.zeros(batch.token_BT.shape, jnp.bool_)
     weight_BT = jnp.where(first_BT, jnp.zeros_like(batch.weight_BT), batch.weight_BT)
     return FeatureBatch(
+        teacher=jax.tree.map(twice, batch.teacher),
         token_BT=twice(batch.token_BT),
         position_BT=twice(batch.position_BT),
         segment_BT=twice(batch.segment_BT),

@@ -10,9 +10,16 @@ import pytest
 from flax import nnx
 
 from models.feature import feature_model
-from models.losses import FeatureBatch
+from models.losses import Batch, FeatureBatch
 from models.prune import prune
-from models.stages import join, llama_stages, split, with_own_features
+from models.stages import (
+    join,
+    llama_stages,
+    split,
+    with_features,
+    with_own_features,
+    with_teacher,
+)
 from models.transformer import causal_mask
 from parallel.comm import LOCAL
 from parallel.stages import forward, forward_loss
@@ -48,6 +55,27 @@ def test_output_equals_plain_decoding(target):
     assert toys.decode(target, EnsembleDrafter((NGramDrafter(), mine)), PROMPTS, 24) == plain
 
 
+def test_features_and_teacher_come_from_the_targets_states(target):
+    """Two documents in a row: each token beside the state before it, and what follows it."""
+    tied = prune(target, [0], IDS)
+    token = jnp.asarray([[5, 9, 60, 3, 7]], jnp.int32)
+    position = jnp.asarray([[0, 1, 2, 0, 1]], jnp.int32)
+    zero = jnp.zeros_like(token)
+    plain = Batch(token, position, zero, zero, jnp.ones(token.shape))
+    hidden = hidden_of(target, token)
+    batch = with_features(dataclasses.replace(plain, hidden_BTD=hidden))
+    np.testing.assert_array_equal(batch.feature_BTD[0, [1, 2, 4]], hidden[0, [0, 1, 3]])
+    assert not np.asarray(batch.feature_BTD[0, [0, 3]]).any()
+    taught = with_teacher(split(tied), batch)
+    logits = target(token, zero + jnp.arange(5, dtype=jnp.int32)[None], causal_mask(1, 5))
+    np.testing.assert_allclose(
+        taught.teacher.logit_BTk, logits.logits_BNV[..., IDS], rtol=1e-5, atol=1e-5
+    )
+    for build in (with_features, lambda batch: with_teacher(split(tied), batch)):
+        with pytest.raises(ValueError, match="no hidden_BTD"):
+            build(plain)
+
+
 @toys.quick
 def hidden_of(target, token_BT):
     n = token_BT.shape[1]
@@ -75,7 +103,7 @@ def test_what_is_drafted_is_what_training_computes(target):
     """First drafts from the target's features, second drafts from the drafter's own."""
     model = untrained(target)
     text = list(PROMPTS[0])
-    stages = llama_stages(model.config, freeze_embedding=True)
+    stages = llama_stages(model.config, frozen=("embed_VD",))
     params = split(model)
 
     @toys.quick
@@ -105,7 +133,7 @@ def test_it_learns_to_draft(target):
     text = [*PROMPTS[0], *plain.token_ids]
     ids = np.unique(np.asarray(text, np.int32))
     model = untrained(target, ids)
-    stages = llama_stages(model.config, freeze_embedding=True)
+    stages = llama_stages(model.config, frozen=("embed_VD",))
     batch, optimizer = batch_of(target, text, ids), optax.adam(1e-2)
     step = make_train_step(stages, optimizer)
     prepare = jax.jit(lambda params: with_own_features(stages, params, batch))
@@ -121,7 +149,7 @@ def test_it_learns_to_draft(target):
 
 def test_needs_features(target):
     model = untrained(target)
-    stages = llama_stages(model.config, freeze_embedding=True)
+    stages = llama_stages(model.config, frozen=("embed_VD",))
     batch = dataclasses.replace(batch_of(target, [1, 2, 3], IDS), feature_BTD=None)
     with pytest.raises(ValueError, match="feature_BTD"):
         forward_loss(stages, split(model), batch)

@@ -29,6 +29,11 @@ def test_divergence(kind, temperature, expected):
     assert float(total / weight) == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_teacher_of_all_rows_needs_no_index():
+    whole = divergence(Teacher(None, teacher().logit_BTk), student(), jnp.ones((1, 1)))
+    assert float(whole[0]) == pytest.approx(0.085123, abs=1e-6)
+
+
 def test_mean_over_valid_tokens_only():
     weight_BT = jnp.asarray([[1, 1, 1], [1, 1, 0]], jnp.float32)
     # The pad's logits are nonsense, which must not leak.

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from models.checkpoint import shipped
 from models.prune import prune
@@ -55,8 +56,19 @@ def test_tokens_outside_of_the_head_cost_drafts_not_text(target):
     assert done.metrics.acceptance_rate < 1
 
 
+def test_a_head_of_the_tables_rows_is_not_written(tmp_path):
+    model = prune(toys.tiny(tied_embeddings=True), [0], CYCLE)
+    path = tmp_path / "drafter.safetensors"
+    shipped.save(model, CYCLE, path, {})
+    with safe_open(path, framework="np") as file:
+        assert not [name for name in file.keys() if "head" in name]  # noqa: SIM118
+    loaded = shipped.load(path, model.embed_VD[...], jnp.float32).model
+    np.testing.assert_array_equal(loaded.head_DU[...], model.head_DU[...])
+
+
 def test_file(tmp_path):
     model = prune(toys.tiny(attention_bias=True), [1, 0], CYCLE)
+    model.head_DU[...] += 0.01
     path = tmp_path / "drafter.safetensors"
     shipped.save(model, CYCLE, path, {"steps": "3"})
     table_VD = model.embed_VD[...]

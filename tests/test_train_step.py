@@ -210,16 +210,26 @@ def test_the_callers_weights_survive_donation():
         np.asarray(state.params.outer.embed_VD[...])
 
 
-def test_a_frozen_table_gets_no_gradient():
+@pytest.mark.parametrize("frozen", ["embed_VD", "head_DU"])
+def test_what_is_frozen_gets_no_gradient(frozen):
     model = toys.tiny(draft_vocab_size=24)
-    stages = llama_stages(model.config, freeze_embedding=True)
+    stages = llama_stages(model.config, frozen=(frozen,))
     data = batch()
     data = Batch(
         data.token_BT, data.position_BT, data.segment_BT, data.label_BT % 24, data.weight_BT
     )
     state, _ = one_step(init_state(split(model), optax.sgd(0.1)), data, stages)
-    np.testing.assert_array_equal(state.params.outer.embed_VD[...], model.embed_VD[...])
-    assert np.abs(state.params.outer.head_DU[...] - model.head_DU[...]).max() > 0
+    for name in ("embed_VD", "head_DU"):
+        moved = getattr(state.params.outer, name)[...] - getattr(model, name)[...]
+        assert (np.abs(moved).max() == 0) == (name == frozen)
+
+
+def test_unknown_frozen_names_are_refused():
+    config = toys.tiny(draft_vocab_size=24).config
+    with pytest.raises(ValueError, match=r"\['norm'\]"):
+        llama_stages(config, frozen=("norm",))
+    with pytest.raises(ValueError, match="untie"):
+        llama_stages(toys.tiny(tied_embeddings=True).config, frozen=("embed_VD",))
 
 
 def test_distillation_learns_the_teacher():

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from safetensors import safe_open
 
 from experiments import make_answers
 from models.checkpoint import safetensors
@@ -23,7 +24,8 @@ def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     backend = byte_level()
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
-    safetensors.save(toys.tiny(vocab_size=258, max_positions=1024), folder)
+    target = toys.tiny(vocab_size=258, max_positions=1024, tied_embeddings=True)
+    safetensors.save(target, folder)
     return write_folder(folder, backend, tokenizer_config=settings)
 
 
@@ -67,6 +69,8 @@ def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
     if config == "smollm2_pruned":
         return
     file = tmp_path / "drafter.safetensors"
+    with safe_open(file, framework="np") as weights:  # table and head are the target's own
+        assert not {"embed_VD", "head_DU"} & set(weights.keys())
     again = run(
         "train",
         f"--config={config}",

@@ -6,7 +6,7 @@ import grain
 import numpy as np
 
 from experiments.data.corpus import Corpus
-from models.losses import Batch, FeatureBatch
+from models.losses import Batch
 
 
 class RowSource(Protocol):
@@ -19,7 +19,7 @@ class RowSource(Protocol):
         ...
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
-        """Returns the fields of `Batch`, or of `FeatureBatch`, for one row, without the B axis."""
+        """Returns fields of `Batch` for one row, without the B axis."""
         ...
 
 
@@ -95,5 +95,4 @@ class Batches:
 
     def __getitem__(self, step: int) -> Batch:
         """Returns batch number `step`, numpy arrays."""
-        fields = self._batches[step]
-        return FeatureBatch(**fields) if "feature_BTD" in fields else Batch(**fields)
+        return Batch(**self._batches[step])

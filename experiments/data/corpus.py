@@ -1,6 +1,7 @@
 """Tokens with the little that training must know of each, and rows cut from them."""
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -65,6 +66,12 @@ class Corpus:
         temporary = path.with_name(f"{path.name}.tmp.npz")
         np.savez(temporary, **dataclasses.asdict(self))
         os.replace(temporary, path)
+
+    def fingerprint(self) -> str:
+        """Returns 12 hex digits that say which tokens these are, and where documents begin."""
+        digest = hashlib.sha256(self.token_n.tobytes())
+        digest.update(self.document_n.tobytes())
+        return digest.hexdigest()[:12]
 
     def __add__(self, other: Self) -> Self:
         """Puts another corpus behind this one."""

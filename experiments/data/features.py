@@ -17,8 +17,8 @@ from models.transformer import Transformer
 AT_ONCE = 8
 
 
-class FeatureRows:
-    """Rows with what stands before each token; a grain data source like `Rows`.
+class HiddenRows:
+    """Rows with the target's state at each token; a grain data source like `Rows`.
 
     Attributes:
         rows: the rows without features.
@@ -33,11 +33,8 @@ class FeatureRows:
         return len(self.rows)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
-        row = self.rows[index]
         hidden_TD = np.asarray(self._hidden_nTD[int(index)], np.float32)
-        before_TD = np.concatenate((np.zeros_like(hidden_TD[:1]), hidden_TD[:-1]))
-        before_TD[row["position_BT"] == 0] = 0  # a document starts from nothing
-        return {**row, "feature_BTD": before_TD}
+        return {**self.rows[index], "hidden_BTD": hidden_TD}
 
 
 def hidden_states(rows: Rows, target: Transformer, path: str | os.PathLike[str]) -> np.ndarray:

@@ -17,7 +17,7 @@ from models.config import ModelConfig, config_from_hf, config_to_hf
 from models.feature import FeatureModel
 from models.transformer import Transformer
 
-_TABLE, _IDS, _SCALE, _CONFIG = "embed_VD", "ids_U", ".scale", "config"
+_TABLE, _HEAD, _IDS, _SCALE, _CONFIG = "embed_VD", "head_DU", "ids_U", ".scale", "config"
 # What a feature model has beside its decoder; a file that holds them holds one.
 _FUSION = ("token_DD", "feature_DD")
 
@@ -44,8 +44,9 @@ def save(
 ) -> None:
     """Writes everything but the embedding table, which the drafter shares with its target.
 
-    Matrices become int8 with one float32 scale an output feature (largest magnitude / 127), so
-    each weight is off by at most half a scale; vectors stay float32.
+    A head that is nothing but rows of the table is left out too. Matrices become int8 with one
+    float32 scale an output feature (largest magnitude / 127), so each weight is off by at most
+    half a scale; vectors stay float32.
 
     Args:
         model: with an untied head.
@@ -64,7 +65,10 @@ def save(
             f"{len(ids_U)} ids."
         )
     tensors: dict[str, np.ndarray] = {_IDS: np.asarray(ids_U, np.int32)}
+    shared_UD = np.asarray(_decoder(model).embed_VD[...])[ids_U].astype(np.float32)
     for name, weight in _weights(model):
+        if name == _HEAD and np.array_equal(weight, shared_UD):
+            continue
         if weight.ndim == 1:
             tensors[name] = weight
             continue
@@ -96,7 +100,8 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
             config = _config(path, card)
             fused = _FUSION[0] in shapes
-            check(path, _expected(config, fused), shapes, {}, "any")
+            own_head = _HEAD in shapes
+            check(path, _expected(config, fused, own_head), shapes, {}, "any")
             if (config.vocab_size, config.d_model) != table_VD.shape:
                 raise ValueError(
                     f"{path} drafts for a table of {(config.vocab_size, config.d_model)}, this "
@@ -115,6 +120,8 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
             def read(parameter: Parameter) -> np.ndarray | jax.Array:
                 if parameter.name == _TABLE:
                     return table_VD
+                if parameter.name == _HEAD and not own_head:
+                    return parameter.from_file(np.asarray(table_VD[ids_U]))
                 if parameter.inputs:
                     return parameter.from_file(matrix(parameter.name))
                 return parameter.from_file(file.get_tensor(parameter.name))
@@ -130,12 +137,16 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
 
 def _weights(model: Transformer | FeatureModel) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every parameter but the table: vectors, and matrices as [out, in], float32."""
-    for parameter, array in of_model(model if isinstance(model, Transformer) else model.decoder):
+    for parameter, array in of_model(_decoder(model)):
         if parameter.name != _TABLE:
             yield parameter.name, parameter.to_file(np.asarray(array, np.float32))
     if isinstance(model, FeatureModel):
         for name in _FUSION:
             yield name, np.asarray(getattr(model, name)[...], np.float32).T
+
+
+def _decoder(model: Transformer | FeatureModel) -> Transformer:
+    return model if isinstance(model, Transformer) else model.decoder
 
 
 def _config(path: str | os.PathLike[str], card: dict[str, str]) -> ModelConfig:
@@ -144,12 +155,12 @@ def _config(path: str | os.PathLike[str], card: dict[str, str]) -> ModelConfig:
     return config_from_hf(json.loads(card.pop(_CONFIG)))
 
 
-def _expected(config: ModelConfig, fused: bool) -> dict[str, tuple[int, ...]]:
+def _expected(config: ModelConfig, fused: bool, own_head: bool) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor in the file."""
     D = config.d_model
     out: dict[str, tuple[int, ...]] = {_IDS: (config.draft_vocab_size,)}
     for parameter in parameters(config):
-        if parameter.name == _TABLE:
+        if parameter.name == _TABLE or (parameter.name == _HEAD and not own_head):
             continue
         out[parameter.name] = parameter.file_shape
         if parameter.inputs:

@@ -1,0 +1,227 @@
+"""What a trained drafter adds: target steps saved, by tree, by chain, and by n-grams alone.
+
+    python -m experiments.bench_drafter [--drafter smollm2_feature] [--nodes 16]
+
+At temperatures 0 and 1, every system with at most --nodes nodes a step: n-grams alone, merged trees
+of n-grams and the drafter, and chains. The shapes are chosen on the `dev` prompts by tokens a
+step, then measured on all `eval` prompts. Rows go to experiments/results/drafter.csv. Steps are
+counted, nothing is timed: speed is what experiments.generate measures.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from experiments import report, setup
+from experiments.bench_decode import RESULTS
+from experiments.prompts import load as prompt_set
+from spec.drafters import Drafter, EnsembleDrafter, NGramDrafter
+from spec.draws import Children
+from spec.generate import Completion, Request, generate
+from spec.metrics import Metrics, total
+from spec.tree_shapes import expansion
+
+COLUMNS = ("temperature", "system", "shape", "kind", "tokens", "steps", "tokens_per_step")
+
+
+def define_flags() -> None:
+    """Declares this script's flags."""
+    flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
+    flags.DEFINE_string("drafter", "smollm2_feature", "Shipped drafter, or a file of weights.")
+    flags.DEFINE_integer("nodes", 16, "N: most nodes of a tree, root included.", lower_bound=4)
+    flags.DEFINE_multi_float("temperature", [0.0, 1.0], "Repeat for several.")
+    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_integer("max_new_tokens", 128, "Budget of each `eval` prompt.", lower_bound=1)
+    flags.DEFINE_integer("tuned_tokens", 48, "Budget of each `dev` prompt.", lower_bound=1)
+    flags.DEFINE_integer("batch", 18, "Prompts decoded together.", lower_bound=1)
+    flags.DEFINE_string("out", str(RESULTS), "Folder for the rows.")
+    flags.DEFINE_bool("smoke", False, "Two prompts, 8 tokens, few shapes.")
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """What drafts.
+
+    Attributes:
+        name: "n-gram", "merged tree" or "chain".
+        ngram: nodes of the n-gram tree, root included; 1 for none.
+        matches: continuations that the n-gram tree merges; 1 makes it a chain.
+        widths: expansion of the drafter's tree; () for none.
+        children: how the drafter chooses them.
+    """
+
+    name: str
+    ngram: int
+    matches: int
+    widths: tuple[int, ...]
+    children: Children
+
+    @property
+    def shape(self) -> str:
+        """The choice that was tuned, in words."""
+        parts = [f"n-gram {self.ngram} from {self.matches}"] if self.ngram > 1 else []
+        if self.widths:
+            parts.append(f"<{','.join(map(str, self.widths))}> {self.children.value}")
+        return " + ".join(parts)
+
+    def build(self, target: setup.Loaded, drafter: str) -> Drafter:
+        """Returns the drafter."""
+        members: list[Drafter] = []
+        if self.ngram > 1:
+            sizes = (1, self.ngram)
+            members.append(
+                NGramDrafter(min_match=1, matches=self.matches, depth=self.ngram - 1, sizes=sizes)
+            )
+        if self.widths:
+            members.append(
+                setup.make_drafter(
+                    [drafter],
+                    [",".join(map(str, self.widths))],
+                    self.children.value,
+                    "1",
+                    1,
+                    target,
+                    setup.default_dtype(),
+                )
+            )
+        return members[0] if len(members) == 1 else EnsembleDrafter(tuple(members))
+
+
+def expansions(size: int) -> list[tuple[int, ...]]:
+    """Returns the expansions of narrowing widths that fill `size` nodes."""
+    found: list[tuple[int, ...]] = []
+    for depth in range(1, 5):
+        for widths in itertools.combinations_with_replacement(range(8, 0, -1), depth):
+            if expansion(widths).size == size:
+                found.append(widths)
+    return found
+
+
+def systems(nodes: int, temperature: float, smoke: bool) -> list[System]:
+    """Returns everything to try at `nodes` nodes."""
+    draws = [Children.TOP_K]
+    if temperature:
+        draws.append(Children.WITHOUT_REPLACEMENT)
+    top = Children.TOP_K
+    out = [System("n-gram", nodes, matches, (), top) for matches in (4, 8)]
+    out.append(System("chain", nodes, 1, (), top))
+    for how in draws:
+        out += [System("chain", 1, 1, (1,) * n, how) for n in (nodes // 2, nodes - 1)]
+        half = nodes // 2
+        out.append(System("chain", half, 1, (1,) * (nodes - half), how))
+        for ngram in (nodes // 2, 3 * nodes // 4):
+            shapes = expansions(nodes - ngram + 1)
+            out += [System("merged tree", ngram, 4, widths, how) for widths in shapes]
+    if smoke:
+        return [
+            next(s for s in out if s.name == name) for name in dict.fromkeys(s.name for s in out)
+        ]
+    return out
+
+
+def decode(
+    target: setup.Loaded, drafter: Drafter, ids: Sequence[list[int]], request: Request, batch: int
+) -> list[Completion]:
+    """Decodes all prompts in batches; row i has seed i."""
+    out: list[Completion] = []
+    for start in range(0, len(ids), batch):
+        some = [*ids[start : start + batch]]
+        asked = dataclasses.replace(request, seed=tuple(range(start, start + len(some))))
+        out += generate(target.model, drafter, some, asked)
+    return out
+
+
+def lines(
+    system: System, temperature: float, kinds: Sequence[str], done: Sequence[Completion]
+) -> list[dict]:
+    """Returns a row a kind and one for all."""
+    rows = []
+    for kind in [*dict.fromkeys(kinds), "all"]:
+        mine = [c.metrics for k, c in zip(kinds, done, strict=True) if kind in (k, "all")]
+        rows.append(
+            {
+                "temperature": temperature,
+                "system": system.name,
+                "shape": system.shape,
+                "kind": kind,
+                **figures(total(mine)),
+            }
+        )
+    return rows
+
+
+def figures(metrics: Metrics) -> dict[str, float]:
+    """Returns what a row says of its steps."""
+    return {
+        "tokens": metrics.tokens,
+        "steps": metrics.steps,
+        "tokens_per_step": metrics.tokens_per_step,
+        "accepted": metrics.accepted,
+        "proposed_nodes": metrics.proposed_nodes,
+    }
+
+
+def bench(args: flags.FlagValues, target: setup.Loaded) -> list[dict]:
+    """Chooses on `dev`, measures on `eval`; returns the rows of both."""
+    path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
+    dev, test = (prompt_set.load(path, split) for split in ("dev", "eval"))
+    if args.smoke:
+        dev, test = dev[:2], test[:2]
+    tokenizer = target.tokenizer
+    rows: list[dict] = []
+    for temperature in args.temperature:
+        request = Request(
+            8 if args.smoke else args.tuned_tokens,
+            eos_ids=tokenizer.eos_ids,
+            vocab_size=tokenizer.vocab_size,
+            temperature=temperature,
+        )
+        ids = setup.encode(tokenizer, dev)
+        best: dict[str, tuple[float, System]] = {}
+        with tqdm(systems(args.nodes, temperature, args.smoke), desc=f"T={temperature} dev") as bar:
+            for system in bar:
+                drafter = system.build(target, args.drafter)
+                done = decode(target, drafter, ids, request, args.batch)
+                line = lines(system, temperature, [p.kind for p in dev], done)[-1]
+                rows.append({"split": "dev", **line})
+                bar.set_postfix_str(f"{system.shape}: {line['tokens_per_step']:.3f}")
+                best[system.name] = max(
+                    best.get(system.name, (0.0, system)),
+                    (line["tokens_per_step"], system),
+                    key=lambda pair: pair[0],
+                )
+        request = dataclasses.replace(
+            request, max_new_tokens=8 if args.smoke else args.max_new_tokens
+        )
+        ids = setup.encode(tokenizer, test)
+        for _, system in tqdm(best.values(), desc=f"T={temperature} eval"):
+            drafter = system.build(target, args.drafter)
+            done = decode(target, drafter, ids, request, args.batch)
+            found = lines(system, temperature, [p.kind for p in test], done)
+            rows += [{"split": "eval", **line} for line in found]
+    return rows
+
+
+def main(argv: list[str]) -> None:
+    """Runs the comparison and writes its rows."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
+    args = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)
+    try:
+        target = setup.load(args.target, setup.default_dtype())
+        rows = bench(args, target)
+    except ValueError as error:
+        sys.exit(f"Error: {error}")
+    report.write_csv(pathlib.Path(args.out) / "drafter.csv", rows)
+    print(report.table([row for row in rows if row["split"] == "eval"], COLUMNS))
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
