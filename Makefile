@@ -7,7 +7,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/c
 QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 # Eight fake devices, tests/conftest.py's default, cost the large model a fifth of its speed.
 ONE_DEVICE := XLA_FLAGS=--xla_force_host_platform_device_count=1
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+# `make test-kernels PLATFORM=cuda` runs the kernel's tests on a Hopper GPU.
+PLATFORM ?= cpu
+PYTEST := JAX_PLATFORMS=$(PLATFORM) $(BIN)/python -m pytest
 
 .PHONY: demo test lint lossless exact exact-smollm2 test-kernels test-aot parity bench-decode bench-verify clean
 
@@ -34,7 +36,7 @@ exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix
 	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics_smollm2.py
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
-	$(PYTEST) -q -n 2 -m slow tests/test_attention_kernels.py tests/test_attention_reference.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_kernels.py tests/test_attention_reference.py
 
 test-aot: .venv/ready-aot  ## Kernels and a whole step compiled for TPUs and GPUs that are not here.
 	$(PYTEST) -q -m aot tests/aot

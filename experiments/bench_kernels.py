@@ -4,7 +4,9 @@
     python -m experiments.bench_kernels --smoke   (any machine: numerics of tiny shapes only)
 
 Each shape is checked against the float32 reference, then timed: the kernel, XLA's attention (the
-reference in bfloat16), and the floor, K/V bytes over the measured copy bandwidth. Rows go to
+faster of two formulations), and the floor, K/V bytes over the measured copy bandwidth. Calls walk
+over several caches, more than the chip's own cache holds. Where there is no kernel (GPUs that are
+not Hopper) the reference is checked and XLA's attention timed. Rows go to
 experiments/results/kernels.csv. No device has been measured yet: these kernels have been compiled
 and interpreted only. Aim on an H200: 80% of the floor for S >= 8k and N <= 64.
 """
@@ -27,8 +29,20 @@ from pallas_kernels.tree_attention import Implementation, tree_attention
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 HEADS = {"llama-7b": (32, 32, 128), "llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
-NODES, SLOTS, LOOP, REPEATS = (1, 16, 64, 256), (1024, 8192, 32768), 16, 5
-COLUMNS = ("heads", "nodes", "slots", "error", "kernel_us", "xla_us", "floor_us", "of_floor")
+NODES, SLOTS, LOOP, REPEATS = (1, 16, 64, 256), (1024, 8192, 32768), 8, 5
+# Caches that one timing walks over: four times the largest on-chip cache (H200: 60 MB).
+AT_LEAST = 256 * 2**20
+COLUMNS = (
+    "heads",
+    "kernel",
+    "nodes",
+    "slots",
+    "error",
+    "kernel_us",
+    "xla_us",
+    "floor_us",
+    "of_floor",
+)
 
 
 def define_flags() -> None:
@@ -60,18 +74,67 @@ def error_of(out: jax.Array, args: tuple) -> float:
     return float(jnp.abs(out.astype(jnp.float32) - want).max() / jnp.abs(want).max())
 
 
-def microseconds(implementation: Implementation, args: tuple) -> float:
-    """Returns the median time of a call, from runs of LOOP calls that wait for each other."""
-    rest = args[1:]
+def microseconds(attend: Callable[..., jax.Array], args: tuple) -> float:
+    """Returns the median time of a call, from runs of calls that wait for each other.
+
+    Every call of a run has a cache of its own, all together more than the chip keeps.
+    """
+    q, k, v, *rest = args
+    copies = max(LOOP, -(-AT_LEAST // (k.nbytes + v.nbytes)))
+    caches = [(k + jnp.asarray(i, k.dtype), v) for i in range(copies)]
+    caches = [(k, jnp.copy(v)) for k, v in caches]
 
     @jax.jit
-    def run(q: jax.Array, rest: tuple) -> jax.Array:
-        def body(q: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return tree_attention(q, *rest, implementation=implementation)[0], None
+    def run(q: jax.Array, caches: list, rest: list) -> jax.Array:
+        for k, v in caches:
+            q = attend(q, k, v, *rest)
+        return q
 
-        return jax.lax.scan(body, q, None, length=LOOP)[0]
+    return 1e6 / copies * median_seconds(lambda: run(q, caches, rest))
 
-    return 1e6 / LOOP * median_seconds(lambda: run(args[0], rest))
+
+def by(implementation: Implementation) -> Callable[..., jax.Array]:
+    """Returns one implementation's output as a function of the arguments."""
+    return lambda *args: tree_attention(*args, implementation=implementation)[0]
+
+
+def plain_xla(
+    q_BNHA: jax.Array,
+    k_BKSA: jax.Array,
+    v_BKSA: jax.Array,
+    length_B: jax.Array,
+    tree_k_BNKA: jax.Array,
+    tree_v_BNKA: jax.Array,
+    mask_BNN: jax.Array,
+) -> jax.Array:
+    """Attention as one writes it for XLA: bfloat16 products, one softmax in float32.
+
+    The reference widens its inputs to be exact; this is the fairer opponent. Unused slots must
+    not hold NaN here.
+    """
+    B, N, H, A = q_BNHA.shape
+    K, S = k_BKSA.shape[1:3]
+    q_BNKGA = q_BNHA.reshape(B, N, K, H // K, A)
+    wide = {"preferred_element_type": jnp.float32}
+    prefix = jnp.einsum("BNKGA,BKSA->BKGNS", q_BNKGA, k_BKSA, **wide) * A**-0.5
+    tree = jnp.einsum("BNKGA,BMKA->BKGNM", q_BNKGA, tree_k_BNKA, **wide) * A**-0.5
+    used_BS = jnp.arange(S, dtype=jnp.int32)[None, :] < length_B[:, None]
+    prefix = jnp.where(used_BS[:, None, None, None, :], prefix, -jnp.inf)
+    tree = jnp.where(mask_BNN[:, None, None, :, :], tree, -jnp.inf)
+    weight = jax.nn.softmax(jnp.concatenate((prefix, tree), axis=-1), axis=-1)
+    weight = weight.astype(q_BNHA.dtype)
+    out = jnp.einsum("BKGNS,BKSA->BNKGA", weight[..., :S], v_BKSA, **wide)
+    out += jnp.einsum("BKGNM,BMKA->BNKGA", weight[..., S:], tree_v_BNKA, **wide)
+    return out.reshape(B, N, H, A).astype(q_BNHA.dtype)
+
+
+def kernel_here() -> Implementation | None:
+    """Returns the kernel that this machine's accelerator runs, or None."""
+    device = jax.devices()[0]
+    if device.platform == "tpu":
+        return "tpu"
+    hopper = device.platform == "gpu" and 9 <= float(device.compute_capability) < 10
+    return "gpu" if hopper else None
 
 
 def median_seconds(call: Callable[[], jax.Array]) -> float:
@@ -105,20 +168,23 @@ def smoke() -> list[dict]:
     return rows
 
 
-def bench(kernel: Implementation) -> list[dict]:
-    """Checks and times every shape."""
+def bench(kernel: Implementation | None) -> list[dict]:
+    """Checks and times every shape; without a kernel, XLA's attention alone."""
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     rows = []
     cases = [(name, N, S) for name in HEADS for S in SLOTS for N in NODES]
     for name, N, S in tqdm(cases, desc="shapes"):
         args = arguments(HEADS[name], N, S)
-        out, _ = jax.jit(lambda *a: tree_attention(*a, implementation=kernel))(*args)
+        checked = by(kernel or "reference")
+        out = jax.jit(checked)(*args)
         floor = 1e6 * (args[1].nbytes + args[2].nbytes) / bandwidth
-        kernel_us, xla_us = microseconds(kernel, args), microseconds("reference", args)
+        xla_us = min(microseconds(by("reference"), args), microseconds(plain_xla, args))
+        kernel_us = microseconds(checked, args) if kernel else float("nan")
         rows.append(
             {
                 "heads": name,
+                "kernel": kernel or "none",
                 "nodes": N,
                 "slots": S,
                 "error": error_of(out, args),
@@ -137,20 +203,19 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
     logging.set_verbosity(logging.WARNING)
-    kernels: dict[str, Implementation] = {"tpu": "tpu", "gpu": "gpu"}
-    kernel = kernels.get(jax.default_backend())
     if flags.FLAGS.smoke:
         rows = smoke()
         print(report.table([{**r, "error": f"{r['error']:.1e}"} for r in rows], tuple(rows[0])))
-    elif kernel is None:
-        sys.exit("Error: no accelerator here. Use --smoke, or run on a TPU or a Hopper GPU.")
+    elif jax.default_backend() == "cpu":
+        sys.exit("Error: no accelerator here. Use --smoke, or run on a TPU or a GPU.")
     else:
-        rows = bench(kernel)
+        rows = bench(kernel_here())
         report.write_csv(pathlib.Path(flags.FLAGS.out) / "kernels.csv", rows)
         print(report.table(rows, COLUMNS))
-    worst = max(row["error"] for row in rows)
-    if not worst <= 2e-2:
-        sys.exit(f"Error: the largest error is {worst}, wanted at most 2e-2.")
+    # NaN is no error that `max` would see.
+    wrong = [row["error"] for row in rows if not row["error"] <= 2e-2]
+    if wrong:
+        sys.exit(f"Error: errors of {wrong}, wanted at most 2e-2.")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from models.kv_cache import KVCache, commit, take_path
 from models.presets import preset
 from spec.drafters.children import choose
 from spec.draws import Children, Draws, Kind, merge_drawn, point_mass
-from spec.sampling import Sampling, Use, best_token, probabilities, rows
+from spec.sampling import Sampling, Use, best_token, fold, probabilities, rows
 from spec.tree import TokenTree, ancestor_mask
 from spec.tree_shapes import TreeShape, expansion
 from spec.verify import RULES, Accepted, Greedy, Keys
@@ -36,14 +36,21 @@ FIRST, SECOND = (
     expansion((4, 1, 1, 1)),
     TreeShape((0, 0, 0, 0, *range(1, 13)), (0, 0, 1, 2, *[0] * 12)),
 )
+# A merge may hold two draws in a node, or different kinds: not for the last three.
 RUNS = (
-    ("greedy", Children.TOP_K),
-    ("naive", Children.TOP_K),
-    ("mss", Children.IID),
-    ("without_replacement", Children.WITHOUT_REPLACEMENT),
-    ("top_down", Children.GREEDY_PLUS_ONE),
-    ("traversal", Children.IID),
+    ("greedy", Children.TOP_K, (FIRST, SECOND)),
+    ("naive", Children.TOP_K, (FIRST, SECOND)),
+    ("mss", Children.IID, (FIRST, SECOND)),
+    ("without_replacement", Children.WITHOUT_REPLACEMENT, (FIRST, SECOND)),
+    ("top_down", Children.GREEDY_PLUS_ONE, (FIRST, SECOND)),
+    ("greedy_plus_one", Children.GREEDY_PLUS_ONE, (expansion((2, 2, 2, 2)),)),
+    ("block", Children.IID, (expansion((1,) * 7),)),
+    ("traversal", Children.IID, (expansion((2, 2, 2, 2)),)),
 )
+# How far q is from p, as the deviation of the difference of their logits: a good drafter, about as
+# near as one whose best token is the target's half of the time, and a perfect one, whose paths are
+# accepted to the end: the most nodes that a step can visit.
+DRAFTERS = {"good": 1.5, "perfect": 0.0}
 
 
 def define_flags() -> None:
@@ -99,7 +106,7 @@ def step(
     cache: KVCache,
     keys: Keys,
     sampling: Sampling,
-) -> tuple[KVCache, Accepted]:
+) -> tuple[KVCache, Accepted, jax.Array]:
     """Merges, accepts and commits, as `spec_step` does around the target pass."""
     if merging:
         tree, draws, _ = merge_drawn(trees, drawn)
@@ -116,50 +123,58 @@ def step(
         ordered = rule.order(draws, keys.step(Use.ORDER))
         done = rule.sample(p_at, tree, ordered, keys, depth + 1)
     index_BP = jnp.minimum(done.node_BP, tree.size - 1)
-    return commit(cache, take_path(tree_kv, index_BP), done.count_B), done
+    nodes = jnp.sum(tree.valid_BN, dtype=jnp.int32)
+    return commit(cache, take_path(tree_kv, index_BP), done.count_B), done, nodes
 
 
 def bench(repeats: int, vocab: int, layers: int) -> list[dict]:
     """Times every rule, the controls of sampling included."""
     config = dataclasses.replace(preset("smollm2-135m"), num_layers=layers)
     size = FIRST.size + SECOND.size - 1
-    noise = [jax.random.normal(jax.random.key(i), (1, size, vocab)) for i in range(2)]
-    # A drafter about as near to its target as a good one is: top-1 in common half of the time.
-    logits_BNV = 3 * noise[0]
-    q_BNV = jax.nn.softmax(logits_BNV + 1.5 * noise[1], axis=-1)
+    noise = [jax.random.normal(jax.random.key(i), (1, 1, vocab)) for i in range(2)]
+    # The same distribution after every node, so that a node means the same whatever its slot.
+    logits_BNV = jnp.broadcast_to(3 * noise[0], (1, size, vocab))
     kv_shape = (1, size, config.num_kv_heads, config.head_dim)
     tree_kv = tuple(
         LayerKV(jnp.ones(kv_shape), jnp.ones(kv_shape)) for _ in range(config.num_layers)
     )
     lines = []
-    for name, children in tqdm(RUNS, desc="rules"):
-        merging = name != "traversal"  # a merge may hold two draws in a node: refused there
+    cases = [(*run, quality) for run in RUNS for quality in DRAFTERS]
+    for name, children, shapes, quality in tqdm(cases, desc="rules"):
+        merging = len(shapes) > 1
         for controls in ((1.0, 0, 1.0), (0.7, 0, 0.9)):
-            sampling, times, emitted = rows(*controls, batch=1), [], 0
+            sampling, times, emitted, nodes = rows(*controls, batch=1), [], 0, []
+            hot = logits_BNV + DRAFTERS[quality] * noise[1]
+            q_BNV = probabilities(hot, sampling)
             cache = KVCache.empty(config, 1, 512, jnp.float32)
             for repeat in range(repeats + 2):
                 key_B = jax.vmap(jax.random.key)(jnp.asarray([repeat]))
-                shapes = (FIRST, SECOND) if merging else (expansion((2, 2, 2, 2)),)
-                pairs = [tree_of(shape, q_BNV, children, key_B) for shape in shapes]
+                pairs = [
+                    tree_of(shape, q_BNV[:, : shape.size], children, fold(key_B, member))
+                    for member, shape in enumerate(shapes)
+                ]
                 trees, drawn = map(list, zip(*pairs, strict=True))
                 keys = Keys(key_B, jnp.asarray([repeat], jnp.int32))
                 cache = KVCache(cache.k_BKSA, cache.v_BKSA, jnp.zeros(1, jnp.int32))
                 jax.block_until_ready((trees, drawn, keys, cache))
                 begin = time.perf_counter()
-                cache, done = step(
+                cache, done, count = step(
                     name, merging, trees, drawn, logits_BNV, tree_kv, cache, keys, sampling
                 )
                 jax.block_until_ready((cache, done))
                 if repeat >= 2:
                     times.append(1e3 * (time.perf_counter() - begin))
                     emitted += int(done.count_B[0])
+                    nodes.append(int(count))
             lines.append(
                 {
                     "rule": name,
                     "children": children.value,
+                    "drafter": quality,
                     "temperature": controls[0],
                     "top_p": controls[2],
-                    "nodes": size if merging else 31,
+                    "slots": 1 + sum(shape.size - 1 for shape in shapes),
+                    "nodes": statistics.fmean(nodes),
                     "vocab": vocab,
                     "ms_median": statistics.median(times),
                     "ms_low": min(times),
@@ -180,7 +195,10 @@ def main(argv: list[str]) -> None:
     lines = bench(5, 997, 2) if args.smoke else bench(args.repeats, 49152, 30)
     report.write_csv(pathlib.Path(args.out) / "verify.csv", lines)
     print(
-        report.table(lines, ("rule", "children", "top_p", "nodes", "ms_median", "tokens_per_step"))
+        report.table(
+            lines,
+            ("rule", "children", "drafter", "top_p", "nodes", "ms_median", "tokens_per_step"),
+        )
     )
 
 

@@ -74,7 +74,7 @@ def define_flags() -> None:
     flags.DEFINE_float("temperature", 0.0, "0 decodes greedily, more samples.", lower_bound=0.0)
     flags.DEFINE_integer("top_k", 0, "Most probable tokens kept, 0 for all.", lower_bound=0)
     flags.DEFINE_float("top_p", 1.0, "Least probability kept, in (0, 1].")
-    flags.DEFINE_enum("rule", None, [*RULES], "Verification; by default the best that is exact.")
+    flags.DEFINE_enum("rule", None, [*RULES], "Verification; by default what suits the children.")
     flags.DEFINE_integer("seed", 0, "Seed of the first prompt; the next has the next.")
     flags.DEFINE_string("out", "out/generate", "Folder for the table, the texts and the picture.")
     flags.DEFINE_bool("smoke", False, "One short prompt, 16 tokens.")

@@ -36,6 +36,11 @@ class FeatureModel(nnx.Module):
         """Of the decoder."""
         return self.decoder.config
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of weights and activations."""
+        return self.decoder.dtype
+
     def fuse(self, x_BND: jax.Array, feature_BND: jax.Array, comm: Comm) -> jax.Array:
         """Mixes embedded tokens with features, [B, N, D] each, to [B, N, D]."""
         token_BND = comm.column_matmul(x_BND, comm.gather(self.token_DD[...]))

@@ -1,10 +1,13 @@
 """Fills a cache from prompts, a chunk at a time, with the same forward pass as everything else."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from models.feature import FeatureModel
 from models.kv_cache import KVCache, commit
-from models.transformer import Transformer, causal_mask
+from models.transformer import Output, Transformer, causal_mask
 
 
 def longest_chunk() -> int:
@@ -19,7 +22,11 @@ def longest_chunk() -> int:
 
 
 def prefill(
-    model: Transformer, token_BT: jax.Array, length_B: jax.Array, capacity: int
+    model: Transformer | FeatureModel,
+    token_BT: jax.Array,
+    length_B: jax.Array,
+    capacity: int,
+    feature_BTD: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Caches prompt[:-1] of each row; the last token is the first tree's root.
 
@@ -32,6 +39,7 @@ def prefill(
         token_BT: int32, right-padded; T at most `longest_chunk()` or a multiple of it.
         length_B: int32, real tokens of each row, 0..T.
         capacity: slots of the new cache.
+        feature_BTD: what stands before each token, for a `FeatureModel`; else None.
 
     Returns:
         The cache, and the final-norm output at the cached tokens [B, T, D], zeros elsewhere.
@@ -39,6 +47,7 @@ def prefill(
     Raises:
         ValueError: if T does not divide into chunks.
     """
+    read: Callable[..., Output] = model
     B, T = token_BT.shape
     chunk = min(T, longest_chunk())
     if T % chunk:
@@ -50,8 +59,12 @@ def prefill(
     def body(i: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
         cache, hidden_BTD = carry
         start = i * chunk
-        token_BC = jax.lax.dynamic_slice_in_dim(token_BT, start, chunk, axis=1)
-        out = model(token_BC, jnp.broadcast_to(start + index_C, (B, chunk)), mask, cache)
+        here = [
+            jax.lax.dynamic_slice_in_dim(array, start, chunk, axis=1)
+            for array in (token_BT, feature_BTD)
+            if array is not None
+        ]
+        out = read(*here, jnp.broadcast_to(start + index_C, (B, chunk)), mask, cache)
         count_B = jnp.clip(wanted_B - start, 0, chunk)
         real_BC1 = (index_C < count_B[:, None])[:, :, None]
         hidden_BCD = jnp.where(real_BC1, out.hidden_BND, jnp.zeros_like(out.hidden_BND))

@@ -22,6 +22,7 @@ from spec.verify import Accepted, Greedy, Keys, Rule
 from spec.verify.rule import check_fit, pick
 
 RUNNING, EOS, LENGTH = 0, 1, 2
+SLOTS_OF = 64
 
 
 @jax.tree_util.register_dataclass
@@ -122,6 +123,8 @@ def start(
     """
     last_B1 = jnp.maximum(length_B - 1, 0)[:, None]
     B = token_BT.shape[0]
+    # The last token of all is never cached; whole blocks, for kernels that read caches in blocks.
+    slots = -(-(cache.capacity + 1) // SLOTS_OF) * SLOTS_OF
     return DecodeState(
         cache=cache,
         root_B=jnp.take_along_axis(token_BT, last_B1, axis=1)[:, 0],
@@ -130,7 +133,7 @@ def start(
         budget_B=budget_B,
         # Not weakly typed: a host that replaces it (stop strings) must not cause a compilation.
         finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH).astype(jnp.int32),
-        drafter=drafter.init(token_BT, length_B, hidden_BTD, cache.capacity + 1, drafter.depth + 1),
+        drafter=drafter.init(token_BT, length_B, hidden_BTD, slots, drafter.depth + 1),
         key_B=key_B,
         record_BER=jnp.full((B, out_size, record_size(drafter.depth)), -1, jnp.int32),
         logprob_BE=jnp.zeros((B, out_size if logprobs else 0), jnp.float32),

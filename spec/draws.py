@@ -108,7 +108,9 @@ def merge_drawn(
         child_BM = jnp.take_along_axis(slot_BN, draws.child_BM + base, axis=1)
         joined_BM = jnp.where(draws.parent_BM == 0, 0, draws.parent_BM + base)
         parent_BM = jnp.take_along_axis(slot_BN, joined_BM, axis=1)
-        columns.append((child_BM, parent_BM, draws.kind_BM, draws.row_BM + q_base))
+        # Point masses alone have no row: theirs must not point beyond the last.
+        row_BM = draws.row_BM + (q_base if draws.q_BQV.shape[1] else 0)
+        columns.append((child_BM, parent_BM, draws.kind_BM, row_BM))
         base += tree.size - 1
         q_base += draws.q_BQV.shape[1]
     joined = [jnp.concatenate(column, axis=1) for column in zip(*columns, strict=True)]

@@ -58,8 +58,9 @@ class Request:
         top_p: least probability kept, in (0, 1].
         rule: name of the verification rule; None for the usual one of the drafter's children.
         logprobs: return log-probabilities.
-        seed: of the random keys. A number: row i is request i of that seed. A tuple: one seed a
-            row, whose tokens then depend on nothing but it, the prompt and the settings.
+        seed: of the random keys. A number: row i is request i of that seed, and a caller who
+            gives none has seed 0. A tuple: one seed a row, whose tokens then depend on nothing
+            but it, the prompt and the settings.
         run_limit: most tokens a step may emit; None for as many as are accepted.
         reserve: tokens (prompt and output) to pad for at least, so that batches of different
             lengths share one compiled program.
@@ -256,20 +257,25 @@ def begin(
 
 
 def rule_of(drafter: Drafter, request: Request) -> Rule:
-    """Returns the rule asked for, or the usual one: greedy, or the best for such children."""
+    """Returns the rule asked for, or the usual one for such children.
+
+    Greedy without a temperature; for deterministic children, merged or not, `naive`, whose tokens
+    do not depend on the tree; for one kind of draws its own rule; for mixtures `top_down`.
+    (`traversal` accepts no less than any of these, and costs more.)
+    """
     if request.rule is not None:
         return rule(request.rule)
     if request.temperature < GREEDY_BELOW:
         return rule("greedy")
-    if drafter.children <= {Children.TOP_K}:
-        return rule("naive")
     usual = {
+        Children.TOP_K: "naive",
         Children.IID: "mss",
         Children.WITHOUT_REPLACEMENT: "without_replacement",
         Children.GREEDY_PLUS_ONE: "greedy_plus_one",
     }
-    kinds = [*drafter.children]
-    return rule(usual.get(kinds[0], "top_down") if len(kinds) == 1 else "top_down")
+    kinds = drafter.children - {Children.MERGED}
+    chosen = rule(usual.get(next(iter(kinds)), "top_down") if len(kinds) == 1 else "top_down")
+    return chosen if drafter.children <= chosen.admits else rule("top_down")
 
 
 def _row_keys(seed: int | tuple[int, ...], rows: int, batch: int) -> jax.Array:

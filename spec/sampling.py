@@ -1,7 +1,8 @@
 """From logits to the distribution that is sampled, and draws from it.
 
 Target and drafter pass through the same `probabilities`, so that the p and the q of a
-verification are exactly the distributions that tokens were drawn from.
+verification are exactly the distributions that tokens were drawn from. "Exactly" ends at the
+resolution of a float32 random number: probabilities below about 2^-23 are rounded to its steps.
 """
 
 import dataclasses

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 class TokenTree:
     """A batch of trees with static size N.
 
-    The root is the last emitted token, not yet cached; the other nodes are drafts. Valid slots
-    come first, parent[i] < i, padding has parent 0. The absolute position of a node is the cache
-    length plus its depth.
+    The root is the last emitted token, not yet cached; the other nodes are drafts. parent[i] < i,
+    padding has parent 0, a valid node's parent is valid. Valid slots come first, but where a
+    sampling drafter had nothing left to draw. The absolute position of a node is the cache length
+    plus its depth.
 
     Attributes:
         token_BN: int32 token of each node.

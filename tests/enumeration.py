@@ -32,15 +32,18 @@ class World:
     q: dict
 
     @classmethod
-    def random(cls, vocab, depth, seed, spread=0.9):
+    def random(cls, vocab, depth, seed, spread=0.9, zeros=0):
+        """`zeros` tokens of each distribution, not the same in p and q, get no probability."""
         rng = np.random.default_rng(seed)
         p, q = {}, {}
         for length in range(depth + 1):
             for context in itertools.product(range(vocab), repeat=length):
                 log_p = 1.5 * rng.standard_normal(vocab)
                 log_q = log_p + spread * rng.standard_normal(vocab)
-                p[context] = np.exp(log_p) / np.exp(log_p).sum()
-                q[context] = np.exp(log_q) / np.exp(log_q).sum()
+                for log, of in ((log_p, p), (log_q, q)):
+                    weight = np.exp(log)
+                    weight[rng.permutation(vocab)[:zeros]] = 0
+                    of[context] = weight / weight.sum()
         return cls(vocab, p, q)
 
     def target_law(self, length):

@@ -1,12 +1,15 @@
 """Every implementation of tree attention against a dense float64 softmax.
 
-The kernels run in interpret mode with race detection, the GPU kernel on a GPU where there is one.
-`make test-kernels` runs the whole grid, `make test` a part of it. The interpreter of Mosaic GPU is
-slow and multiplies outside (see gpu.py): fetching, waiting, masks, splits and their combination are
-what it tests.
+The TPU kernel runs in interpret mode with race detection. The GPU kernel goes through the same
+suite where there is a Hopper GPU (`make test-kernels PLATFORM=cuda`), in half precision; elsewhere
+it is interpreted on a few shapes, since the interpreter of Mosaic GPU is slow and multiplies
+outside (see gpu.py): fetching, waiting, masks, splits and their combination are what it tests.
+`make test-kernels` runs the whole grid, `make test` a part of it.
 """
 
+import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +20,45 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention import block_sizes, gpu, tree_attention
+from pallas_kernels.tree_attention import _has_hopper, block_sizes, gpu, tree_attention
 from pallas_kernels.tree_attention.block_sizes import Blocks
 from tests import toys
 from tests.test_attention_reference import dense, inputs
 
 HEADS = ((6, 2), (7, 1), (4, 4))
-IMPLEMENTATIONS = ("reference", "tpu")
+ON_GPU = any(device.platform == "gpu" for device in jax.devices())
+IMPLEMENTATIONS = ("reference", "tpu", "gpu") if ON_GPU else ("reference", "tpu")
+SMALL, SQUARE = Blocks(kv=64, rows=32), Blocks(kv=64, rows=64)
 
 
-def races_found() -> bool:
+def races_found(kind) -> bool:
     """Of the last interpreted call; jax 0.10.2 has no public way to ask."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpret_gpu
 
-    return bool(interpret_pallas_call.races.races_found)
+    races = interpret_pallas_call.races if kind == "tpu" else interpret_gpu.get_races()
+    return bool(races.races_found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """One implementation, and the dtype that stands for float32 there."""
+
+    name: str
+
+    @property
+    def dtype(self):
+        return jnp.bfloat16 if self.name == "gpu" else jnp.float32
+
+    def __call__(self, *args, **options):
+        return run(self.name, *args, **options)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def attend(request, monkeypatch):
     """The public function with small blocks, so that small shapes have several."""
-    monkeypatch.setattr(block_sizes, "DEFAULT", Blocks(kv=64, rows=32))
-    return lambda *args, **options: run(request.param, *args, **options)
+    monkeypatch.setattr(block_sizes, "DEFAULT", SMALL)
+    return Attend(request.param)
 
 
 def run(implementation, *args, races=True, **options):
@@ -45,7 +66,7 @@ def run(implementation, *args, races=True, **options):
         return tree_attention(*args, implementation=implementation, **options)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=races)):
         out = jax.block_until_ready(tree_attention(*args, implementation="tpu", **options))
-    assert not (races and races_found())
+    assert not (races and races_found("tpu"))
     return out
 
 
@@ -54,17 +75,19 @@ def scale_of(args):
     return max(float(jnp.abs(args[i].astype(jnp.float32)).max(initial=1)) for i in (2, 5))
 
 
-def run_gpu(*args):
+def run_gpu(*args, blocks=SQUARE):
     """On the GPU if it can, else interpreted."""
-    on_gpu = any(device.platform == "gpu" for device in jax.devices())
-    if on_gpu:
+    if ON_GPU:
         return tree_attention(*args, implementation="gpu")
     # jax 0.10.2 does not export the parameters of this interpreter.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     table_BX = jnp.arange(len(args[0]), dtype=jnp.int32)[:, None] if len(args) == 7 else args[7]
     interpret = InterpretGPUParams(detect_races=True)
-    return gpu.tree_attention(*args[:7], table_BX, blocks=Blocks(64, 64), interpret=interpret)
+    run = gpu.tree_attention(*args[:7], table_BX, blocks=blocks, interpret=interpret)
+    out = jax.block_until_ready(run)
+    assert not races_found("gpu")
+    return out
 
 
 def assert_right(got, args):
@@ -85,13 +108,13 @@ def arguments(N, S, A, heads, dtype=jnp.float32, M=None, seed=0):
     return inputs(np.random.default_rng(seed + N + S), N, S, A, *heads, M=M, dtype=dtype)
 
 
-# Widths, ratios, one node, a tree over a lane's width, lengths that end inside a block.
+# Widths, ratios, one node, lengths that end inside a block.
 SOME = [(1, 64, 64, (6, 2)), (21, 192, 80, (7, 1)), (5, 130, 128, (4, 4))]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_float32(attend, case):
-    args = arguments(*case)
+    args = arguments(*case, attend.dtype)
     assert_right(attend(*args), args)
 
 
@@ -105,6 +128,7 @@ def test_bfloat16(attend):
 @pytest.mark.parametrize("A", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("N", "S"), [(1, 4096), (3, 1000), (64, 1024), (256, 128), (130, 96)])
 def test_every_width(attend, N, S, A, dtype):
+    dtype = jnp.float16 if attend.name == "gpu" and dtype == jnp.float32 else dtype
     args = arguments(N, S, A, HEADS[(N + A) % 3], dtype)
     assert_right(attend(*args), args)
 
@@ -113,15 +137,16 @@ def test_every_width(attend, N, S, A, dtype):
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.integers(1, 40),
-    st.integers(1, 20),
+    st.integers(1, 330),
     st.sampled_from([64, 80]),
     st.sampled_from(HEADS),
     st.integers(0, 99),
 )
-def test_any_shape(N, blocks, A, heads, seed):
-    args = arguments(N, 16 * blocks, A, heads, seed=seed)
-    for implementation in IMPLEMENTATIONS:
-        assert_right(run(implementation, *args), args)
+def test_any_shape(attend, N, S, A, heads, seed):
+    """Several blocks of the cache and of rows, whatever they are cut from."""
+    S = S if attend.name != "gpu" else 64 * -(-S // 64)
+    args = arguments(N, S, A, heads, attend.dtype, seed=seed)
+    assert_right(attend(*args), args)
 
 
 @pytest.mark.slow
@@ -149,6 +174,20 @@ def test_gpu_kernel():
     assert_right(run_gpu(*dirty(args)), args)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "S", "steps"), [(Blocks(64, 64), 320, 5), (Blocks(128, 64), 512, 4)], ids=str
+)
+def test_gpu_kernel_walks_over_many_blocks(monkeypatch, blocks, S, steps):
+    """One part of more blocks than fit at once: slots are used again, the last block is partial."""
+    monkeypatch.setattr(gpu, "_BUSY", 1)
+    args = list(inputs(np.random.default_rng(4), 3, S, 64, 2, 1, dtype=jnp.bfloat16, batch=2))
+    args[3] = jnp.asarray([S - 30, 70], jnp.int32)
+    block, stages = gpu.block_of(S, 64, blocks.kv)
+    assert gpu.split(2, S // block) == (1, steps)
+    assert steps > stages
+    assert_right(run_gpu(*dirty(args), blocks=blocks), args)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(
@@ -163,7 +202,9 @@ def test_gpu_kernel_widths(N, S, A, heads, dtype):
 
 @pytest.mark.slow
 def test_gpu_kernel_with_a_block_table():
-    q, k, v, length, tree_k, tree_v, mask = arguments(3, 128, 64, (2, 1), jnp.bfloat16)
+    """Pages of two blocks, lengths that end inside either page."""
+    q, k, v, _, tree_k, tree_v, mask = arguments(3, 256, 64, (2, 1), jnp.bfloat16)
+    length = jnp.asarray([0, 100, 200], jnp.int32)
     table_BX, pages = paged(k, v)
     got = run_gpu(q, *pages, length, tree_k, tree_v, mask, table_BX)
     assert_right(got, (q, k, v, length, tree_k, tree_v, mask))
@@ -171,17 +212,17 @@ def test_gpu_kernel_with_a_block_table():
 
 def test_more_tree_nodes_than_queries(attend):
     """A level of a tree behind the levels before it."""
-    args = arguments(3, 64, 64, (6, 2), M=11)
+    args = arguments(3, 64, 64, (6, 2), attend.dtype, M=11)
     assert_right(attend(*args), args)
 
 
 def test_unused_slots_may_hold_anything(attend):
-    args = arguments(4, 128, 64, (6, 2))
+    args = arguments(4, 128, 64, (6, 2), attend.dtype)
     jax.tree.map(np.testing.assert_array_equal, attend(*dirty(args)), attend(*args))
 
 
 def paged(k, v):
-    """The two halves of three rows on pages in any order, one page unused."""
+    """The halves of three rows on pages in any order, one page unused."""
     table_BX = jnp.asarray([[4, 0], [2, 6], [1, 5]], jnp.int32)
     B, K, S, A = k.shape
     pages = [
@@ -193,9 +234,15 @@ def paged(k, v):
     return table_BX, pages
 
 
-def test_a_block_table(attend):
-    """Pages in any order give what the same tokens give side by side."""
-    q, k, v, length, tree_k, tree_v, mask = arguments(5, 128, 64, (6, 2))
+@pytest.mark.parametrize(("S", "lengths"), [(128, (0, 64, 128)), (320, (70, 200, 310))], ids=str)
+def test_a_block_table(attend, S, lengths):
+    """Pages in any order give what the same tokens give side by side.
+
+    Pages of one block, and of two and a half, so that the last stands out over its page's end.
+    """
+    S = S if attend.name != "gpu" else 2 * 64 * -(-S // 128)
+    q, k, v, _, tree_k, tree_v, mask = arguments(5, S, 64, (6, 2), attend.dtype)
+    length = jnp.asarray(lengths, jnp.int32)
     table_BX, pages = paged(k, v)
     got = attend(q, *pages, length, tree_k, tree_v, mask, table_BX)
     assert_right(got, (q, k, v, length, tree_k, tree_v, mask))
@@ -203,7 +250,7 @@ def test_a_block_table(attend):
 
 def test_equals_causal_attention_along_each_path(attend):
     """SpecInfer definition 4.1: node by node, its ancestors as an ordinary sequence."""
-    q, k, v, length, tree_k, tree_v, _ = arguments(7, 64, 64, (6, 2))
+    q, k, v, length, tree_k, tree_v, _ = arguments(7, 64, 64, (6, 2), attend.dtype)
     mask = toys.walked_mask(toys.random_tree(np.random.default_rng(8), 7, 9, batch=3))
     out, _ = attend(q, k, v, length, tree_k, tree_v, jnp.asarray(mask))
     for b, n in itertools.product(range(3), range(7)):
@@ -213,11 +260,12 @@ def test_equals_causal_attention_along_each_path(attend):
             q[b : b + 1, path], k[b : b + 1], v[b : b + 1], length[b : b + 1],
             tree_k[b : b + 1, path], tree_v[b : b + 1, path], causal,
         )  # fmt: skip
-        np.testing.assert_allclose(out[b, n], alone[0, -1], atol=1e-5)
+        tolerance = 1e-5 if attend.dtype == jnp.float32 else 2e-2 * scale_of((q, k, v) * 2)
+        np.testing.assert_allclose(np.float32(out[b, n]), alone[0, -1], atol=tolerance)
 
 
 def test_one_mask_for_all_rows(attend):
-    q, k, v, length, tree_k, tree_v, _ = arguments(5, 64, 64, (6, 2))
+    q, k, v, length, tree_k, tree_v, _ = arguments(5, 64, 64, (6, 2), attend.dtype)
     mask = jnp.tril(jnp.ones((5, 5), jnp.bool_))
     args = (q, k, v, length, tree_k, tree_v)
     assert_right(attend(*args, mask), (*args, jnp.broadcast_to(mask, (3, 5, 5))))
@@ -246,6 +294,60 @@ def test_the_platform_decides_by_default():
         for platform, expected in (("tpu", kernel), ("cpu", False)):
             exported = jax.export.export(jax.jit(tree_attention), platforms=[platform])(*args)
             assert ("tpu_custom_call" in exported.mlir_module()) == expected
+
+
+@pytest.mark.parametrize(
+    ("position", "change", "words"),
+    [
+        (0, lambda a: a[:, :, 0], r"q_BNHA has shape \(3, 3, 64\), wanted 4 axes"),
+        (0, lambda a: a[:, :0], "none empty"),
+        (0, lambda a: jnp.int32(a), "q_BNHA has dtype int32"),
+        (0, lambda a: a[:, :, :5], "5 query heads do not divide into 2"),
+        (1, lambda a: a[:, :, :, :8], "k_BKSA has shape"),
+        (2, lambda a: a.astype(jnp.bfloat16), "v_BKSA has dtype bfloat16, wanted float32"),
+        (3, lambda a: a.astype(jnp.int16), "length_B has dtype int16, wanted int32"),
+        (3, lambda a: a[:2], r"length_B has shape \(2,\)"),
+        (4, lambda a: a[:, :2], "3 queries for 2 tree nodes"),
+        (5, lambda a: a.astype(jnp.bfloat16), "tree_v_BMKA has dtype bfloat16"),
+        (6, lambda a: a.astype(jnp.int32), "mask_BNM is int32"),
+        (6, lambda a: a[0, 0], "wanted bool"),
+        (6, lambda a: a[:, :, :2], "M >= N"),
+        (7, lambda a: jnp.zeros(3, jnp.int32), r"table_BX has shape \(3,\), wanted \(3, 1\)"),
+        (7, lambda a: jnp.zeros((3, 0), jnp.int32), r"table_BX .*wanted \(3, 1\)"),
+    ],
+)
+def test_bad_arguments_are_refused(position, change, words):
+    """One error each, by name, before anything is computed."""
+    args = [*arguments(3, 64, 64, (6, 2)), None]
+    args[position] = change(args[position])
+    with pytest.raises(ValueError, match=words):
+        tree_attention(*args)
+
+
+def test_trees_beyond_the_kernels_width():
+    args = arguments(257, 64, 64, (1, 1))
+    with pytest.raises(ValueError, match="257 queries, 257 tree nodes: the kernels take 256"):
+        tree_attention(*args, implementation="tpu")
+    exported = jax.export.export(jax.jit(tree_attention), platforms=["tpu"])(*args)
+    assert "tpu_custom_call" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [("8.0", False), ("9.0", True), ("10.0", False)])
+def test_the_gpu_kernel_is_hoppers(monkeypatch, capability, kernel):
+    """Its matrix instruction is in no other architecture: not on an A100, not on Blackwell."""
+    gpus = [SimpleNamespace(platform="gpu", compute_capability=capability)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert _has_hopper() == kernel
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_a_constant_mask_is_checked_under_jit_too(ndim):
+    args = arguments(3, 64, 64, (6, 2))[:6]
+    broken = np.tril(np.ones((3, 3, 3), bool))
+    broken[:, 2, 0] = False
+    mask = broken if ndim == 3 else broken[0]
+    with pytest.raises(ValueError, match="not closed under ancestors"):
+        jax.jit(lambda *args: tree_attention(*args, mask))(*args)
 
 
 def test_a_mask_that_forgets_an_ancestor_is_refused():

@@ -6,9 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from experiments.data import answers, sources, text
+from experiments.data import answers, bpe, sources, text
 from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, Document, frequent_tokens, row_of_token
+from experiments.data.sources import HELD
+from models.tokenizer import Tokenizer
+from tests.test_tokenizer import byte_level
 
 CORPUS = Corpus.of([Document([5, 6, 7, 8]), Document([9, 5, 6, 5, 2], given=2), Document([3, 2])])
 
@@ -115,6 +118,42 @@ def test_answers(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="make_answers"):
         [*answers.read(tmp_path / "none")]
+
+
+def test_held_out_texts(tmp_path):
+    for number in range(HELD + 2):
+        (tmp_path / f"{number:03d}.txt").write_text(f"{number}\nnext\n")
+
+    def some(kind):
+        return [int(text.split()[0]) for text in sources.texts((f"{kind}:{tmp_path}",))]
+
+    assert some("held") == [0, HELD]
+    assert sorted(some("held") + some("train")) == some("text") == list(range(HELD + 2))
+    with pytest.raises(ValueError, match="held:SOURCE"):
+        list(sources.texts(("answers:nowhere",)))
+
+
+def test_prefixes_end_with_a_line(tmp_path):
+    (tmp_path / "a.txt").write_text("aaa\nbbb\nccc\nddd\n")
+    source, tokenizer = f"text:{tmp_path}", Tokenizer(byte_level(), None, (), False, None)
+    assert sources.prefixes(source, tokenizer, 1, tokens=6) == ["aaa\nbbb\n"]
+    with pytest.raises(ValueError, match="1 texts of 6 tokens, not 2"):
+        sources.prefixes(source, tokenizer, 2, tokens=6)
+
+
+def test_own_tokenizer(tmp_path):
+    texts = ["def one(): return 11\n" * 20]
+    tokenizer = bpe.trained(tmp_path, texts, 280)
+    ids = tokenizer.encode("def one(): return 11\n")
+    assert tokenizer.decode(ids) == "def one(): return 11\n"
+    assert len(ids) < 21
+    assert tokenizer.encode("11") == [*tokenizer.encode("1")] * 2  # digits stand alone
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids] == [bpe.END]
+    assert tokenizer.encode("é\x00") != []  # any byte
+    again = bpe.trained(tmp_path, iter(()), 280)
+    assert again.encode("return") == tokenizer.encode("return")
+    with pytest.raises(ValueError, match="choose another folder"):
+        bpe.trained(tmp_path, texts, 200)
 
 
 def test_unknown_source():

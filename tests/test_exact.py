@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
-from spec.draws import Children, Draws, Kind
+from spec.draws import Children, Draws, Kind, drop_invalid, point_mass
+from spec.tree import limit_depth
 from spec.tree_shapes import TreeShape, expansion
-from spec.verify import RULES, Block, Naive, TopDown, Traversal
+from spec.verify import RULES, Block, Keys, Naive, TopDown, Traversal
 from tests.enumeration import (
     World,
     groups,
@@ -54,12 +56,123 @@ def test_sequence_law_is_the_targets(children, rule, widths):
     assert 0 < accepted < len(widths) + 1
 
 
+@pytest.mark.parametrize(
+    ("children", "rule"),
+    [
+        (Children.IID, "mss"),
+        (Children.WITHOUT_REPLACEMENT, "without_replacement"),
+        (Children.TOP_K, "top_down"),
+        (Children.GREEDY_PLUS_ONE, "greedy_plus_one"),
+        (Children.WITHOUT_REPLACEMENT, "traversal"),
+    ],
+)
+def test_a_vocabulary_of_five_with_and_without_zeros(children, rule):
+    """Two of five tokens impossible, others for p than for q: as top-k and top-p leave them."""
+    for zeros in (0, 2):
+        world = World.random(5, 2, seed=zeros, zeros=zeros)
+        tv, accepted = tv_and_accepted(RULES[rule], world, (2, 1), children)
+        assert tv < EXACT
+        assert accepted > 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["naive", "mss", "traversal"])
-@pytest.mark.parametrize("vocab", [4, 5])
-def test_larger_vocabularies(rule, vocab):
-    world = World.random(vocab, 2, seed=vocab)
-    assert tv_and_accepted(RULES[rule], world, (2, 1), Children.IID)[0] < EXACT
+@pytest.mark.parametrize(("children", "rule"), [(c, r) for c, rs in FITS.items() for r in rs])
+@pytest.mark.parametrize(("vocab", "zeros"), [(4, 0), (4, 1), (5, 1)])
+def test_larger_vocabularies(children, rule, vocab, zeros):
+    world = World.random(vocab, 2, seed=vocab, zeros=zeros)
+    assert tv_and_accepted(RULES[rule], world, (2, 1), children)[0] < EXACT
+
+
+@pytest.mark.parametrize(
+    ("rule", "widths", "least"),
+    [("mss", (2, 1), 2), ("block", (1, 1), 2), ("without_replacement", (2, 1), 2)],
+)
+def test_a_drafter_that_equals_its_target_is_always_accepted(rule, widths, least):
+    """p = q leaves no residual: nothing to fall back to, and nothing to need it."""
+    world = World.random(4, 2, seed=8)
+    world = dataclasses.replace(world, q=world.p)
+    children = Children.WITHOUT_REPLACEMENT if rule == "without_replacement" else Children.IID
+    tv, accepted = tv_and_accepted(RULES[rule], world, widths, children)
+    assert tv < EXACT
+    assert accepted == pytest.approx(least, abs=1e-9)
+
+
+@pytest.mark.parametrize("children", [Children.TOP_K, Children.IID])
+def test_greedy_is_the_law_of_a_certain_target(children):
+    world = World.random(3, 2, seed=9)
+    best = {context: np.eye(3)[p.argmax()] for context, p in world.p.items()}
+    world = dataclasses.replace(world, p=best)
+    assert tv_and_accepted(RULES["greedy"], world, (2, 1), children)[0] < EXACT
+
+
+@pytest.mark.parametrize("rule", ["naive", "top_down", "traversal"])
+def test_deterministic_draws_need_no_rows_of_q(rule):
+    """As lookups and top-k drafters hand them over: Q = 0."""
+    world, shape = World.random(4, 2, seed=10), expansion((2, 1))
+    chance, tree, _ = outcomes(world, shape, Children.TOP_K)
+    draws = point_mass(tree)
+    assert not draws.q_BQV.shape[1]
+    law, _ = sequence_law(world, chance, *run_law(RULES[rule], world, tree, draws), 3)
+    assert total_variation(law, world.target_law(3)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("rule", "children"), [("mss", Children.IID), ("traversal", Children.WITHOUT_REPLACEMENT)]
+)
+def test_trees_cut_by_depth_stay_exact(rule, children):
+    """The budget leaves room for one draft of two levels."""
+    world, shape = World.random(3, 2, seed=12), expansion((2, 1))
+    chance, tree, draws = outcomes(world, shape, children)
+    cut = limit_depth(tree, jnp.full(len(chance), 2, jnp.int32))
+    stop, bonus, where = run_law(RULES[rule], world, cut, drop_invalid(draws, cut))
+    assert stop[:, 3:].max() == 0
+    law, _ = sequence_law(world, chance, stop, bonus, where, 2)
+    assert total_variation(law, world.target_law(2)) < EXACT
+
+
+SAMPLED = [
+    ("naive", Children.IID, (2, 1)),
+    ("mss", Children.IID, (2, 1)),
+    ("without_replacement", Children.WITHOUT_REPLACEMENT, (2, 1)),
+    ("greedy_plus_one", Children.GREEDY_PLUS_ONE, (2, 1)),
+    ("top_down", Children.TOP_K, (2, 1)),
+    ("block", Children.IID, (1, 1)),
+    ("traversal", Children.WITHOUT_REPLACEMENT, (2, 1)),
+    ("traversal", Children.TOP_K, (2, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "children", "widths"), SAMPLED, ids=str)
+def test_sample_draws_from_the_law(name, children, widths):
+    """Where the path ends and what follows, jointly, for some fixed drafts: chi-square."""
+    B, world, rule = 20_000, World.random(4, 2, seed=21), RULES[name]
+    chance, trees, drawn = outcomes(world, expansion(widths), children)
+    for pick in {0, len(chance) // 2, len(chance) - 1}:
+        tree, draws = jax.tree.map(lambda a, at=pick: a[at : at + 1], (trees, drawn))
+        stop, bonus, where = run_law(rule, world, tree, draws)
+        want = (stop[0, :, None] * bonus[0]).ravel()
+        p_NV = jnp.asarray([world.p[context] for context in where[0]], jnp.float32)
+
+        def many(array, B=B):
+            dtype = jnp.float32 if array.dtype == jnp.float64 else array.dtype
+            return jnp.repeat(array, B, axis=0).astype(dtype)
+
+        with jax.enable_x64(False):
+            keys = Keys(jax.random.split(jax.random.key(pick), B), jnp.zeros(B, jnp.int32))
+            done = jax.jit(rule.sample, static_argnums=(0, 4))(
+                lambda node_B, p_NV=p_NV: p_NV[node_B],
+                *jax.tree.map(many, (tree, draws)),
+                keys,
+                len(widths) + 1,
+            )
+        leaf = np.take_along_axis(done.node_BP, np.asarray(done.count_B)[:, None] - 1, axis=1)
+        seen = np.bincount(leaf[:, 0] * 4 + np.asarray(done.bonus_B), minlength=want.size)
+        big = want * B >= 5
+        assert seen[want < 1e-12].sum() == 0
+        seen, want = (np.append(x[big], x[~big].sum()) for x in (seen, want * B))
+        kept = want > 1e-6
+        if kept.sum() > 1:
+            assert stats.chisquare(seen[kept], want[kept] * B / want[kept].sum()).pvalue > 1e-4
 
 
 def test_block_is_exact_and_traversal_on_a_chain_is_block():
@@ -247,6 +360,17 @@ def test_without_replacement_in_random_order_is_biased():
     tv, rejected = one_node(found)
     assert tv == pytest.approx(0.0694, abs=5e-5)
     assert rejected == pytest.approx(0.0097, abs=5e-5)
+
+
+def test_re_ranked_samples_are_point_masses_or_biased():
+    """Sampled without replacement, tried in the order of their own probability."""
+    for kind, exact in ((Kind.POINT_MASS, True), (Kind.WITHOUT_REPLACEMENT, False)):
+        found = [
+            (tuple(sorted(tokens, key=lambda token: -Q[token])), chance, [kind] * 3, rows)
+            for tokens, chance, _, rows in drawn(Children.WITHOUT_REPLACEMENT, kind)
+        ]
+        tv, _ = one_node(found)
+        assert (tv < EXACT) == exact
 
 
 def test_two_drafters():

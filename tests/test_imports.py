@@ -68,5 +68,5 @@ def test_attention_is_the_only_door_to_the_kernels():
         if "pallas_kernels" not in path.parts
         and "pallas_kernels" in imported(path.read_text(encoding="utf-8"))
     }
-    scripts = {"experiments/bench_kernels.py", "experiments/tune_kernels.py"}
+    scripts = {f"experiments/{name}_kernels.py" for name in ("bench", "compile", "tune")}
     assert doors == {"models/attention.py"} | scripts

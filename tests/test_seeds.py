@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from spec.drafters import ModelDrafter, NGramDrafter
+from spec.drafters import EnsembleDrafter, ModelDrafter, NGramDrafter
 from spec.draws import Children
 from spec.generate import Request, generate, stream
 from spec.tree_shapes import expansion
 from spec.verify import RULES
-from tests.toys import PLAIN, tiny
+from tests.toys import PLAIN, VOCAB1, chain11, tiny
 
 PROMPT, OTHER = [5, 9, 60], [3, 3, 17, 40, 8]
 
@@ -37,6 +37,33 @@ def test_same_tokens_alone_and_in_any_row(target, drafters):
         last = generate(target, drafter, [OTHER, OTHER, OTHER, PROMPT], request((1, 2, 3, 7)))
         assert first[0].token_ids == alone
         assert last[3].token_ids == alone
+
+
+def by_rule(name):
+    """T1 and a drafter of its vocabulary whose draws the rule tries."""
+    how = {
+        "mss": Children.IID,
+        "block": Children.IID,
+        "greedy_plus_one": Children.GREEDY_PLUS_ONE,
+    }.get(name, Children.WITHOUT_REPLACEMENT)
+    widths = (1, 1) if name == "block" else (2, 1)
+    model = ModelDrafter(chain11(), expansion(widths), VOCAB1, how)
+    return EnsembleDrafter((model, NGramDrafter())) if name == "top_down" else model
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "greedy"])
+def test_every_rule_depends_on_the_seed_alone(name):
+    """HO-11: alone, first or last of four, beside rows of other seeds, streamed."""
+    target, drafter = chain11(), by_rule(name)
+    asked = Request(16, temperature=1.5, rule=name, seed=(7,))
+    (alone,) = generate(target, drafter, [[2]], asked)
+    four = dataclasses.replace(asked, seed=(7, 0, 1, 7))
+    first, *_, last = generate(target, drafter, [[2], [3], [5], [2]], four)
+    assert first.token_ids == last.token_ids == alone.token_ids
+    *_, [streamed] = stream(target, drafter, [[2]], asked)
+    assert streamed.token_ids == alone.token_ids
+    many = dataclasses.replace(asked, seed=0)  # no seed given: that of request i is (0, i)
+    assert len({c.token_ids for c in generate(target, drafter, [[2]] * 16, many)}) >= 12
 
 
 def test_streamed_or_not(target, drafters):

@@ -91,6 +91,33 @@ def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
         f"--out={tmp_path / 'texts'}",
     )
     assert "identical: yes" in done
+    table = run(
+        "bench_drafter",
+        f"--target={target}",
+        "--smoke",
+        f"--drafter={file}",
+        "--nodes=8",
+        f"--out={tmp_path}",
+    )
+    for system in ("n-gram", "merged tree", "chain"):
+        assert system in table
+
+
+def test_the_code_pair(tmp_path):
+    """A tokenizer, a target, a drafter that it teaches, a text that both write."""
+    run("train", "--config=code_target", "--smoke", f"--out={tmp_path / 'target'}")
+    model = tmp_path / "target" / "model"
+    flags = ("--config=code_drafter", "--smoke", f"--target={model}")
+    run("train", *flags, f"--out={tmp_path / 'drafter'}")
+    done = run(
+        "generate",
+        "--smoke",
+        f"--target={model}",
+        f"--drafter={tmp_path / 'drafter' / 'model'}",
+        "--tree=2,1",
+        f"--out={tmp_path / 'texts'}",
+    )
+    assert "identical: yes" in done
 
 
 @pytest.mark.parametrize(

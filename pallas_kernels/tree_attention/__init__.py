@@ -1,7 +1,7 @@
 """Attention of the nodes of a token tree over a cached prefix and over the tree itself.
 
 One function, three backends of one signature: `reference` (XLA, anywhere), `tpu` (Mosaic) and `gpu`
-(Mosaic GPU, Hopper and newer).
+(Mosaic GPU, Hopper; its matrix instruction exists on no other architecture, Blackwell included).
 """
 
 import functools
@@ -17,6 +17,9 @@ from pallas_kernels.tree_attention import gpu, reference, tpu
 from pallas_kernels.tree_attention.block_sizes import blocks_for
 
 __all__ = ["Implementation", "tree_attention"]
+
+# Widest tree that the kernels are built for (their memory on the chip grows with it).
+MOST_NODES = 256
 
 Implementation = Literal["reference", "tpu", "gpu"]
 
@@ -54,9 +57,9 @@ def tree_attention(
             whose rows are the pages.
         implementation: "reference" runs anywhere; "tpu" and "gpu" are kernels, and an argument
             that they do not take is an error. None picks by the platform that the program is
-            lowered for: the TPU kernel on TPUs, the GPU kernel if this machine's GPUs are Hopper
-            or newer, the reference elsewhere, for arguments that the kernel does not take, and for
-            S = 0, where gradients are wanted. To build for a GPU that is not here, name it.
+            lowered for: the TPU kernel on TPUs, the GPU kernel if this machine's GPUs are Hopper,
+            the reference elsewhere, for arguments that the kernel does not take, and for S = 0,
+            where gradients are wanted. To build for a GPU that is not here, name it.
         checked: under `checkify.checkify`, verify at run time what is only known then: lengths
             within 0..S, a table within the pages, a mask closed under ancestors.
         device_kind: whose tuned block sizes to use, as `jax.Device.device_kind`; None for the
@@ -71,6 +74,7 @@ def tree_attention(
         ValueError: for shapes, dtypes or (if constant) masks that do not fit, and for what an
             explicitly chosen implementation does not take. The message names value and fix.
     """
+    _check_mask(mask_BNM)
     if mask_BNM.ndim == 2:
         mask_BNM = jnp.broadcast_to(mask_BNM, (q_BNHA.shape[0], *mask_BNM.shape))
     _check(q_BNHA, k_BKSA, v_BKSA, length_B, tree_k_BMKA, tree_v_BMKA, mask_BNM, table_BX)
@@ -84,13 +88,17 @@ def tree_attention(
     rows = q_BNHA.shape[1] * q_BNHA.shape[2] // k_BKSA.shape[1]
     slots = table_BX.shape[1] * k_BKSA.shape[2]
     kind = device_kind or jax.devices()[0].device_kind
-    blocks = blocks_for(kind, rows, q_BNHA.shape[3], slots)
+    itemsize = q_BNHA.dtype.itemsize
+    blocks = blocks_for(kind, rows, tree_k_BMKA.shape[1], q_BNHA.shape[3], slots, itemsize)
     plain = functools.partial(_plain, dense=dense)
     kernels: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
         "tpu": functools.partial(tpu.tree_attention, blocks=blocks),
         "gpu": functools.partial(gpu.tree_attention, blocks=blocks),
     }
     refusals = {name: each.refusal(q_BNHA, k_BKSA) for name, each in (("tpu", tpu), ("gpu", gpu))}
+    if max(q_BNHA.shape[1], tree_k_BMKA.shape[1]) > MOST_NODES:
+        what = f"{q_BNHA.shape[1]} queries, {tree_k_BMKA.shape[1]} tree nodes: the kernels take "
+        refusals = dict.fromkeys(refusals, f"{what}{MOST_NODES}; use the reference.")
     if implementation == "reference":
         return plain(*args)
     if implementation is not None:
@@ -112,9 +120,9 @@ def tree_attention(
 
 
 def _has_hopper() -> bool:
-    """Says whether this machine's GPUs run the GPU kernel: compute capability 9.0 or more."""
+    """Says whether this machine's GPUs run the GPU kernel: compute capability 9.x."""
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
-    return bool(gpus) and all(float(gpu.compute_capability) >= 9 for gpu in gpus)
+    return bool(gpus) and all(9 <= float(gpu.compute_capability) < 10 for gpu in gpus)
 
 
 def _plain(
@@ -147,9 +155,18 @@ def _check(
     mask: jax.Array,
     table: jax.Array | None,
 ) -> None:
+    for name, array, rank in (("q_BNHA", q, 4), ("k_BKSA", k, 4), ("tree_k_BMKA", tree_k, 4)):
+        if array.ndim != rank or 0 in (array.shape[:2] + array.shape[3:]):
+            raise ValueError(
+                f"{name} has shape {array.shape}, wanted {rank} axes, none empty but the slots."
+            )
     B, N, H, A = q.shape
     K, S = k.shape[1:3]
     M = tree_k.shape[1]
+    if N > M:
+        raise ValueError(
+            f"{N} queries for {M} tree nodes: the queries are the last of the nodes, so M >= N."
+        )
     if H % K:
         raise ValueError(
             f"{H} query heads do not divide into {K} key/value heads: give a multiple of {K}."
@@ -164,19 +181,38 @@ def _check(
         "mask_BNM": (mask, (B, N, M)),
     }
     if table is not None:
-        wanted["table_BX"] = (table, (B, *table.shape[1:2]))
+        wanted["table_BX"] = (table, (B, max([1, *table.shape[1:2]])))
     for name, (array, shape) in wanted.items():
         if array.shape != shape:
             raise ValueError(
                 f"{name} has shape {array.shape}, wanted {shape} for queries {q.shape}."
             )
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"mask_BNM has dtype {mask.dtype}, wanted bool.")
     for name, whole in (("length_B", length), ("table_BX", table)):
-        if whole is not None and not jnp.issubdtype(whole.dtype, jnp.integer):
+        if whole is not None and whole.dtype != jnp.int32:
             raise ValueError(f"{name} has dtype {whole.dtype}, wanted int32.")
-    if not isinstance(mask, jax.core.Tracer) and not np.all(_closed(np.asarray(mask))):
-        raise ValueError(f"mask_BNM {_NOT_CLOSED}")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q_BNHA has dtype {q.dtype}, wanted a floating one.")
+    for name, array, like in (
+        ("v_BKSA", v, k),
+        ("tree_v_BMKA", tree_v, tree_k),
+        ("tree_k_BMKA", tree_k, q),
+    ):
+        if array.dtype != like.dtype:
+            raise ValueError(f"{name} has dtype {array.dtype}, wanted {like.dtype}.")
+
+
+def _check_mask(mask: jax.Array) -> None:
+    """Looks at the mask as the caller gave it: once broadcast under jit it is no constant."""
+    if mask.ndim not in (2, 3) or mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"mask_BNM is {mask.dtype} of shape {mask.shape}, wanted bool [B, N, M] or [N, M]."
+        )
+    if mask.shape[-2] > mask.shape[-1]:
+        raise ValueError(f"mask_BNM has shape {mask.shape}: M >= N, the queries are nodes too.")
+    if not isinstance(mask, jax.core.Tracer):
+        constant = np.asarray(mask)
+        if not np.all(_closed(constant if constant.ndim == 3 else constant[None])):
+            raise ValueError(f"mask_BNM {_NOT_CLOSED}")
 
 
 _NOT_CLOSED = (

@@ -23,8 +23,9 @@ class Blocks:
 # nodes (`tpu.vmem_bytes`); large enough that a block of the cache is a long read.
 DEFAULT = Blocks(kv=512, rows=256)
 
-# (device kind, bucket of rows, head size, bucket of slots) -> sizes.
-TUNED: dict[tuple[str, int, int, int], Blocks] = {}
+# Device kind, bucket of rows, bucket of tree nodes, head size, bucket of slots, bytes an element.
+Key = tuple[str, int, int, int, int, int]
+TUNED: dict[Key, Blocks] = {}
 
 
 def bucket(size: int) -> int:
@@ -32,13 +33,24 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def blocks_for(device_kind: str, rows: int, head_size: int, slots: int) -> Blocks:
+def key_of(
+    device_kind: str, rows: int, nodes: int, head_size: int, slots: int, itemsize: int
+) -> Key:
+    """Returns the entry of `TUNED` that serves a shape: all that memory on the chip depends on."""
+    return device_kind, bucket(rows), bucket(nodes), head_size, bucket(slots), itemsize
+
+
+def blocks_for(
+    device_kind: str, rows: int, nodes: int, head_size: int, slots: int, itemsize: int
+) -> Blocks:
     """Returns the tuned sizes for a bucketed shape, or the default.
 
     Args:
         device_kind: as `jax.Device.device_kind` says it, such as "TPU v5 lite".
         rows: queries of a row times query heads of a kv head.
+        nodes: M, tree nodes.
         head_size: A.
         slots: cached tokens a row can hold.
+        itemsize: bytes of an element of the cache.
     """
-    return TUNED.get((device_kind, bucket(rows), head_size, bucket(slots)), DEFAULT)
+    return TUNED.get(key_of(device_kind, rows, nodes, head_size, slots, itemsize), DEFAULT)

@@ -1,10 +1,11 @@
-"""Tree attention on a GPU (Mosaic GPU, Hopper and newer): the cache streamed by TMA, split over S.
+"""Tree attention on a Hopper GPU (Mosaic GPU): the cache streamed by TMA, split over S.
 
 One block of threads takes 64 rows (queries times heads of a kv head) and a stretch of the cache: a
 warp group only fetches, the other multiplies (wgmma) with an online softmax. With few rows and kv
 heads the cache is split among many blocks, flash decoding's answer to an idle chip. Each split
 gives a normalised output and a log-sum-exp; XLA combines them with the tree's own part, which is
-small and dense, by the same rule. Blocks of the cache beyond a row's length are not fetched.
+small and dense, by the same rule. Blocks of the cache beyond a row's length are not fetched. More
+than 64 rows read the cache again, from the chip's own cache as far as it holds it.
 """
 
 import functools
@@ -22,7 +23,8 @@ from pallas_kernels.tree_attention.block_sizes import Blocks
 from pallas_kernels.tree_attention.rows import HEAD_SIZES, to_rows
 
 ROWS = 64  # of one wgmma
-# Blocks of threads that keep the chip busy: two for each multiprocessor of an H100.
+# Blocks of threads that the cache is split into at least: two for each multiprocessor of an H100,
+# whether they run at once (heads of 64) or in two rounds.
 _BUSY = 264
 _NOTHING = -1e30  # finite: a row that has seen nothing subtracts it from itself without NaN
 _LOG2E = math.log2(math.e)
@@ -206,13 +208,20 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q.at[b, head, pl.ds(r * ROWS, ROWS)], q_RA, q_ready)
         plgpu.barrier_wait(q_ready)
 
+        def release(free: Any, step: jax.Array) -> None:
+            # Said only where the other group will wait for it: a barrier must not end with a phase
+            # that nobody has seen.
+            @pl.when(step + stages < steps)
+            def _() -> None:
+                plgpu.barrier_arrive(free.at[lax.rem(step, stages)])
+
         def step_(step: jax.Array, carry: tuple) -> tuple:
             mixed_RA, top_R, total_R = carry
             slot = lax.rem(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
 
             score_RS = _scores(q_RA, k_ZSA.at[slot], interpreted)
-            plgpu.barrier_arrive(k_free.at[slot])
+            release(k_free, step)
             left = length - (first + step) * block_kv
             at_RS = lax.broadcasted_iota(jnp.int32, (ROWS, block_kv), 1)
             at_RS = laid(at_RS, plgpu.Layout.WGMMA)
@@ -234,7 +243,7 @@ def _kernel(
 
             weight_RS = weight_RS.astype(v_ZSA.dtype)
             mixed_RA = _mix(mixed_RA, weight_RS, v_ZSA.at[slot], interpreted)
-            plgpu.barrier_arrive(v_free.at[slot])
+            release(v_free, step)
             return mixed_RA, new_R, total_R
 
         def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:

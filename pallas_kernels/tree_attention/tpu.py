@@ -1,11 +1,12 @@
 """Tree attention on a TPU (Mosaic): cached keys and values stream through VMEM, one online softmax.
 
-The N queries of the G heads that share a key/value head are R = N * G rows of one matrix, so every
-cached block is read once for all of them, and a tree costs little more than a token: both wait for
-the same bytes. Grid: row of the batch, kv head, block of rows, block of the cache; the last step of
-the innermost axis does the tree itself and writes the result. VMEM holds two blocks of the cache
-(Pallas fetches the next while this one is used), whatever the cache's length. Blocks beyond a
-row's length are not fetched: their index repeats the last needed one.
+The N queries of the G heads that share a key/value head are R = N * G rows of one matrix. A cached
+block is read once for each block of them (256 by default: the cache is read once for 64 nodes of
+Llama-3-8B), so a tree costs little more than a token: both wait for the same bytes. Grid: row of
+the batch, kv head, block of rows, block of the cache; the last step of the innermost axis does the
+tree itself and writes the result. VMEM holds two blocks of the cache (Pallas fetches the next while
+this one is used), whatever the cache's length. Blocks beyond a row's length are not fetched: their
+index repeats the last needed one (the first, for an empty row).
 
 The mask lies as [rows, tree nodes], tree nodes along the lanes like the scores they select from:
 in another layout each score tile would need a relayout (specinfer.md 3.3 has a case of 55 times).

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from models.attention import LayerKV
 from models.feature import FeatureModel
 from models.kv_cache import KVCache, commit
-from models.prefill import longest_chunk
+from models.prefill import prefill
 from models.transformer import causal_mask
 from spec.drafters.growth import Outline, StaticTree, grow
 from spec.drafters.protocol import Step, View
@@ -67,27 +67,11 @@ class FeatureDrafter(StaticTree):
         capacity: int,
         path_size: int,
     ) -> FeatureState:
-        """Reads prompt[:-1] with the target's features, a chunk at a time."""
-        B, T = token_BT.shape
-        D = self.model.config.d_model
+        """Prefills the drafter's own cache with prompt[:-1] and the target's features."""
+        B, _, D = hidden_BTD.shape
         capacity = min(capacity, self.model.config.max_positions)
         before_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        chunk = min(T, longest_chunk())
-        wanted_B = jnp.maximum(length_B - 1, 0)
-        index_C = jnp.arange(chunk, dtype=jnp.int32)[None, :]
-        dtype = self.model.decoder.dtype
-
-        def body(i: jax.Array, cache: KVCache) -> KVCache:
-            start = i * chunk
-            token_BC = jax.lax.dynamic_slice_in_dim(token_BT, start, chunk, axis=1)
-            feature_BCD = jax.lax.dynamic_slice_in_dim(before_BTD, start, chunk, axis=1)
-            position_BC = jnp.broadcast_to(start + index_C, (B, chunk))
-            out = self.model(token_BC, feature_BCD, position_BC, causal_mask(B, chunk), cache)
-            return commit(cache, out.tree_kv, jnp.clip(wanted_B - start, 0, chunk))
-
-        chunks = (jnp.max(wanted_B) + chunk - 1) // chunk
-        cache = KVCache.empty(self.model.config, B, capacity, dtype)
-        cache = jax.lax.fori_loop(0, chunks, body, cache)
+        cache, _ = prefill(self.model, token_BT, length_B, capacity, before_BTD)
         root_B1 = jnp.take_along_axis(token_BT, jnp.maximum(length_B - 1, 0)[:, None], axis=1)
         last_B11 = jnp.maximum(length_B - 2, 0)[:, None, None]
         feature_B1D = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)

@@ -49,6 +49,13 @@ class Outline:
                 f"Siblings of ranks {gaps[0]}: children drawn without replacement are tried in "
                 "draw order, so their ranks must be 0, 1, 2, ... in slot order."
             )
+        for level in self.shape.levels():
+            widths = sorted({len(groups[node]) for node in level if node in groups})
+            if len(widths) > 1 and self.how is Children.GREEDY_PLUS_ONE:
+                raise ValueError(
+                    f"Nodes of one level with {widths} children: greedy plus one draws outside of "
+                    "the others, and a level is drawn at once, so all must have the same number."
+                )
 
 
 class StaticTree:

@@ -1,6 +1,7 @@
 """Which drafts does the target accept, and what does it say after them?
 
-One interface, eight rules. Each is exact for the trees that it admits, and refuses the others.
+One interface, eight rules. Each is exact for the trees that it admits; decoding refuses the others
+by what a drafter says of its children (`rule.check_fit`).
 """
 
 from spec.verify.block import Block

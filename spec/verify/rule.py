@@ -114,7 +114,7 @@ def check_fit(rule: Rule, children: frozenset[Children]) -> None:
     """Refuses a rule that is not exact for such trees.
 
     Raises:
-        ValueError: naming the rule, the children, the reason and the rules that fit.
+        ValueError: naming the rule, the children, the reason and a rule that fits.
     """
     for kind in sorted(children - rule.admits, key=lambda kind: kind.value):
         raise ValueError(

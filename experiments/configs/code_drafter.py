@@ -1,0 +1,97 @@
+"""The drafter of the code pair: about 1 M parameters, taught by the 12 M target of `code_target`.
+
+    python -m experiments.train --config code_drafter --target out/train/code_target/model
+
+Hardware: 2 CPU cores. The target reads every batch and gives its distribution; the drafter learns
+it by forward KL. Not trained to its end yet: no number to expect.
+"""
+
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from experiments import setup
+from experiments.configs import code_target
+from experiments.data import sources
+from experiments.data.batches import Batches, Rows
+from experiments.loop import LoopConfig
+from experiments.train import Arguments, Job
+from models.checkpoint import safetensors
+from models.losses import Batch, Teacher
+from models.stages import join, llama_stages, split
+from models.transformer import Transformer
+from parallel.stages import Params
+from parallel.train import TrainState
+from spec.drafters import ModelDrafter
+from spec.generate import Request, generate
+from spec.metrics import total
+from spec.tree_shapes import expansion
+
+STEPS, BATCH, LENGTH = 3000, 8, 256
+
+
+@jax.jit
+def taught(target: Transformer, batch: Batch) -> Batch:
+    """Returns the batch with the target's distribution after every token."""
+    logits_BTV = target(batch.token_BT, batch.position_BT, batch.mask()).logits_BNV
+    return Batch(
+        batch.token_BT,
+        batch.position_BT,
+        batch.segment_BT,
+        batch.label_BT,
+        batch.weight_BT,
+        Teacher(None, logits_BTV),
+    )
+
+
+def build(asked: Arguments) -> Job:
+    """See `experiments.train`."""
+    if asked.init is not None:
+        raise ValueError(f"--init {asked.init}: this model starts from nothing; leave it out.")
+    target = setup.load(asked.target, jnp.float32)
+    tokenizer, V = target.tokenizer, target.model.config.vocab_size
+    smoke = asked.smoke
+    limit, length, batch = (4000, 64, 2) if smoke else (None, LENGTH, BATCH)
+    steps = 4 if smoke else asked.steps or STEPS
+    shape = code_target.config(V, 128, 3)
+    corpus = sources.load(asked.data or ("train:stdlib",), tokenizer, limit)
+    prompts = sources.prefixes("held:stdlib", tokenizer, 2 if smoke else 8)
+    request = Request(8 if smoke else 64, tokenizer.eos_ids, tokenizer.vocab_size)
+
+    def evaluate(state: TrainState) -> Mapping[str, float]:
+        drafter = ModelDrafter(join(state.params), expansion((3, 1, 1)), tokenizer.vocab_size)
+        ids = [tokenizer.encode(text) for text in prompts]
+        metrics = total(done.metrics for done in generate(target.model, drafter, ids, request))
+        return {
+            "tokens_per_step": metrics.tokens_per_step,
+            "rank_1": metrics.success_within(1),
+            "rank_3": metrics.success_within(3),
+        }
+
+    def prepare(params: Params, rows: Any) -> Batch:
+        return taught(target.model, rows)
+
+    def export(state: TrainState, out: pathlib.Path) -> pathlib.Path:
+        folder = out / "model"
+        half: Params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), state.params)
+        safetensors.save(join(half), folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(pathlib.Path(asked.target) / name, folder / name)
+        return folder
+
+    return Job(
+        stages=llama_stages(shape, "forward_kl"),
+        params=split(Transformer(shape, nnx.Rngs(0))),
+        optimizer=code_target.rising_and_falling(3e-3, steps),
+        batches=Batches(Rows(corpus, length, None), batch, seed=0),
+        loop=LoopConfig(steps, min(300, steps), min(300, steps), keep=2),
+        accumulate=1,
+        evaluate=evaluate,
+        prepare=prepare,
+        export=export,
+    )
