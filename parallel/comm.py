@@ -60,11 +60,11 @@ class LocalComm:
 
     def column_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """See `Comm.column_matmul`."""
-        return _contract(x, w, 1)
+        return contract(x, w, 1)
 
     def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """See `Comm.row_matmul`."""
-        return _contract(x, w, w.ndim - 1)
+        return contract(x, w, w.ndim - 1)
 
     def scatter_sequence(self, x: jax.Array) -> jax.Array:
         """Returns `x`."""
@@ -89,8 +89,8 @@ class TensorComm(LocalComm):
         return lax.psum(super().row_matmul(x, w), self.axis)
 
 
-def _contract(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
-    """Contracts the last `axes` axes of `x` with the first `axes` of `w`."""
+def contract(x: jax.Array, w: jax.Array, axes: int) -> jax.Array:
+    """Contracts the last `axes` axes of `x` with the first `axes` of `w`; nothing is sent."""
     dims = (tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes)))
     return lax.dot_general(x, w, (dims, ((), ())), precision=full_precision(x.dtype))
 
