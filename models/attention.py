@@ -78,9 +78,9 @@ class Attention(nnx.Module):
         Returns:
             The layer's output [B, N, D] and the K/V of these N nodes.
         """
-        q_BNHA = _project(x_BND, self.q_DHA, self.q_bias_HA, comm)
-        k_BNKA = _project(x_BND, self.k_DKA, self.k_bias_KA, comm)
-        v_BNKA = _project(x_BND, self.v_DKA, self.v_bias_KA, comm)
+        projected = comm.column_matmul(x_BND, self.q_DHA[...], self.k_DKA[...], self.v_DKA[...])
+        biases = (self.q_bias_HA, self.k_bias_KA, self.v_bias_KA)
+        q_BNHA, k_BNKA, v_BNKA = map(_biased, projected, biases)
         q_BNHA = rotate(q_BNHA, ctx.cos_BNa, ctx.sin_BNa)
         kv = LayerKV(rotate(k_BNKA, ctx.cos_BNa, ctx.sin_BNa), v_BNKA)
         tree = kv
@@ -97,12 +97,9 @@ class Attention(nnx.Module):
             ctx.mask_BNM,
             implementation=ctx.kernel,
         )
-        out_BND = comm.row_matmul(mixed_BNHA, comm.gather(self.o_HAD[...]))
-        if self.o_bias_D is not None:
-            out_BND += jnp.broadcast_to(self.o_bias_D[...], out_BND.shape)
-        return out_BND, kv
+        out_BND = comm.row_matmul(mixed_BNHA, self.o_HAD[...])
+        return _biased(out_BND, self.o_bias_D), kv
 
 
-def _project(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None, comm: Comm) -> jax.Array:
-    out = comm.column_matmul(x, comm.gather(weight[...]))
+def _biased(out: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return out if bias is None else out + jnp.broadcast_to(bias[...], out.shape)

@@ -10,7 +10,7 @@ from models.attention import LayerKV
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.transformer import Output, Transformer
-from parallel.comm import LOCAL, Comm
+from parallel.comm import LOCAL, Comm, contract
 
 
 class FeatureModel(nnx.Module):
@@ -43,11 +43,9 @@ class FeatureModel(nnx.Module):
 
     def fuse(self, x_BND: jax.Array, feature_BND: jax.Array, comm: Comm) -> jax.Array:
         """Mixes embedded tokens with features, [B, N, D] each, to [B, N, D]."""
-        token_BND = comm.column_matmul(x_BND, comm.gather(self.token_DD[...]))
-        feature_BND = comm.column_matmul(
-            feature_BND.astype(x_BND.dtype), comm.gather(self.feature_DD[...])
-        )
-        return token_BND + feature_BND
+        mine_BND = comm.scatter_sequence(feature_BND.astype(x_BND.dtype))
+        # Token by token: nothing to send.
+        return contract(x_BND, self.token_DD[...], 1) + contract(mine_BND, self.feature_DD[...], 1)
 
     def __call__(
         self,

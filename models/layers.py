@@ -58,9 +58,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BND: jax.Array, comm: Comm) -> jax.Array:
         """[B, N, D] -> [B, N, D]."""
-        gate_BNF = comm.column_matmul(x_BND, comm.gather(self.gate_DF[...]))
-        up_BNF = comm.column_matmul(x_BND, comm.gather(self.up_DF[...]))
-        return comm.row_matmul(jax.nn.silu(gate_BNF) * up_BNF, comm.gather(self.down_FD[...]))
+        gate_BNF, up_BNF = comm.column_matmul(x_BND, self.gate_DF[...], self.up_DF[...])
+        return comm.row_matmul(jax.nn.silu(gate_BNF) * up_BNF, self.down_FD[...])
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:

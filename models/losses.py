@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from parallel.comm import LOCAL, Comm
+
 
 class Teacher(NamedTuple):
     """The target's distribution after each token, at k rows of the drafter's head.
@@ -84,15 +86,14 @@ class FeatureBatch(Batch):
 
 
 def cross_entropy(
-    logits_BTU: jax.Array, label_BT: jax.Array, weight_BT: jax.Array
+    logits_BTU: jax.Array, label_BT: jax.Array, weight_BT: jax.Array, comm: Comm = LOCAL
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of -log q(label) in nats, and the sum of the weights.
 
     On the target's own answers this is hard distillation, that is sequence-level distillation
-    (Kim and Rush 2016, arXiv 1606.07947).
+    (Kim and Rush 2016, arXiv 1606.07947). With `comm` the logits may be a part of the vocabulary.
     """
-    at_BT1 = jnp.take_along_axis(logits_BTU, label_BT[:, :, None], axis=2)
-    nats_BT = jax.nn.logsumexp(logits_BTU, axis=-1) - at_BT1[..., 0]
+    nats_BT = comm.log_sum_exp(logits_BTU) - comm.logit_of(logits_BTU, label_BT)
     return _weighted(nats_BT, weight_BT)
 
 

@@ -73,8 +73,8 @@ def llama_stages(
     def block(
         weights: Block, x_BTD: jax.Array, ctx: Context, comm: Comm
     ) -> tuple[jax.Array, LayerKV]:
-        B, K, A = x_BTD.shape[0], config.num_kv_heads, config.head_dim
-        nothing = jnp.zeros((B, K, 0, A), x_BTD.dtype)
+        K, A = weights.attention.k_DKA.shape[1:]  # of this device's heads
+        nothing = jnp.zeros((x_BTD.shape[0], K, 0, A), x_BTD.dtype)
         tables = (ctx.cos_BNa.astype(x_BTD.dtype), ctx.sin_BNa.astype(x_BTD.dtype))
         ctx = Context(*tables, ctx.mask_BNM, ctx.length_B, ctx.kernel)
         return weights(x_BTD, ctx, (nothing, nothing), None, comm)
@@ -88,7 +88,9 @@ def llama_stages(
     ) -> tuple[jax.Array, jax.Array]:
         logits_BTU = head(outer, x_BTD, comm)
         if loss == "cross_entropy":
-            return cross_entropy(logits_BTU, batch.label_BT, batch.weight_BT)
+            return cross_entropy(logits_BTU, batch.label_BT, batch.weight_BT, comm)
+        if logits_BTU.shape[2] != config.draft_vocab_size:
+            raise ValueError(f"Loss {loss!r} needs the whole head on a device: no tensor axis.")
         if batch.teacher is None:
             raise ValueError(f"Loss {loss!r} needs the teacher's distribution: Batch.teacher.")
         kind: Literal["forward", "reverse"] = "forward" if loss == "forward_kl" else "reverse"
@@ -113,7 +115,7 @@ def split(model: Transformer | FeatureModel) -> Params:
 def join(params: Params) -> Any:
     """Returns the model that decodes, of the class that was split: its blocks have own arrays."""
     model = nnx.clone(params.outer)
-    blocks = [one_block(params, layer) for layer in range(num_blocks(params))]
+    blocks = [one_block(params.blocks, layer) for layer in range(num_blocks(params.blocks))]
     decoder_of(model).blocks = nnx.List(blocks)
     return model
 

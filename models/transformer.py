@@ -83,13 +83,13 @@ class Transformer(nnx.Module):
 
     def embed(self, token_BN: jax.Array, comm: Comm = LOCAL) -> jax.Array:
         """[B, N] int32 -> [B, N, D]."""
-        return comm.gather(self.embed_VD[...])[token_BN]
+        return comm.lookup(self.embed_VD[...], token_BN)
 
     def head(self, hidden_BND: jax.Array, comm: Comm = LOCAL) -> jax.Array:
         """Final-norm output [B, N, D] -> float32 logits [B, N, U], U = V but in some drafters."""
         tied = self.head_DU is None
         table = self.embed_VD if self.head_DU is None else self.head_DU
-        return head_logits(hidden_BND, comm.gather(table[...]), tied)
+        return head_logits(comm.whole_sequence(hidden_BND), table[...], tied)
 
     def __call__(
         self,

@@ -1,15 +1,17 @@
 """The only way a model block talks to other devices.
 
-Blocks never call a collective. They ask a `Comm` for the four operations below; which collective
-that is (or none) is decided by whoever built the `Comm`: `LOCAL` on one device, and under
-`shard_map` the composition that a plan chose. Every block takes `comm`, so a model written once
-runs on any mesh.
+Blocks never call a collective. They ask a `Comm` for the operations below; which collective that
+is (or none) is decided by whoever built the `Comm`: `LOCAL` on one device, and under `shard_map`
+what a plan chose (`parallel.sequence`). Every block takes `comm`, so a model written once runs on
+any mesh. Weights that are kept in shards are gathered before a block sees them: a layer at a time,
+together and ahead of time if a plan says so, which no block could decide.
 """
 
 import dataclasses
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -23,30 +25,46 @@ def full_precision(dtype: jax.typing.DTypeLike) -> lax.Precision:
 
 
 class Comm(Protocol):
-    """Communication seen by a model block. Shapes are those of the local device.
+    """Communication seen by a model. Shapes are those of the local device.
 
     A *column* product has its output features split over devices, a *row* product its input
-    features, so that a column product, a pointwise function and a row product need one reduction
-    in all (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    features, so that a column product, a pointwise function and a row product need one exchange
+    before and one after (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Between them a device
+    may hold all tokens of a sequence or only its own part (T here, t there).
     """
 
-    def gather(self, w: jax.Array) -> jax.Array:
-        """Returns the whole of a parameter that is kept in shards (the identity if it is not)."""
-        ...
+    def column_matmul(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        """Contracts last with first axis: x [B, t, D], each w [D, *out] -> [B, T, *out].
 
-    def column_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Contracts last with first axis: x [..., D], w [D, *out] -> [..., *out]."""
+        All products of one input in one call, so that its tokens are gathered once.
+        """
         ...
 
     def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """Multiplies all but the last axis of `w` with the last axes of `x`, then reduces.
 
-        [..., *in] x [*in, D] -> [..., D].
+        [B, T, *in] x [*in, D] -> [B, t, D].
         """
         ...
 
+    def lookup(self, table_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+        """Returns the rows of an embedding table: a row product with one-hot vectors; [B, t, D]."""
+        ...
+
+    def whole_sequence(self, x: jax.Array) -> jax.Array:
+        """[B, t, ...] -> [B, T, ...]."""
+        ...
+
     def scatter_sequence(self, x: jax.Array) -> jax.Array:
-        """Returns this device's part of the sequence axis of `x` [B, T, ...]."""
+        """Returns this device's part of what all devices have: [B, T, ...] -> [B, t, ...]."""
+        ...
+
+    def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
+        """Returns the log-sum-exp over the whole vocabulary, of which a device may have a part."""
+        ...
+
+    def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
+        """Returns the logit of each label, a row of the whole head; [B, T]."""
         ...
 
 
@@ -54,29 +72,41 @@ class Comm(Protocol):
 class LocalComm:
     """`Comm` of a single device: plain products, nothing sent."""
 
-    def gather(self, w: jax.Array) -> jax.Array:
-        """Returns `w`."""
-        return w
-
-    def column_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    def column_matmul(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """See `Comm.column_matmul`."""
-        return contract(x, w, 1)
+        return tuple(contract(x, w, 1) for w in weights)
 
     def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """See `Comm.row_matmul`."""
         return contract(x, w, w.ndim - 1)
 
+    def lookup(self, table_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+        """See `Comm.lookup`."""
+        return table_VD[token_BT]
+
+    def whole_sequence(self, x: jax.Array) -> jax.Array:
+        """Returns `x`."""
+        return x
+
     def scatter_sequence(self, x: jax.Array) -> jax.Array:
         """Returns `x`."""
         return x
+
+    def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
+        """See `Comm.log_sum_exp`."""
+        return jax.nn.logsumexp(logits_BTV, axis=-1)
+
+    def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
+        """See `Comm.logit_of`."""
+        return jnp.take_along_axis(logits_BTV, label_BT[:, :, None], axis=2)[..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorComm(LocalComm):
     """`Comm` under `shard_map` with heads and feed-forward width split over one mesh axis.
 
-    Blocking: the reduction behind each row product is waited for. What is not split (embedding,
-    head, norms) is replicated.
+    For decoding: blocking, the reduction behind each row product is waited for. What is not split
+    (tokens, embedding, head, norms) is replicated.
 
     Attributes:
         axis: mesh axis.

@@ -1,5 +1,6 @@
 """Which axis of an array lies on which axis of the mesh: one small table of letters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # Axis letter (README) -> mesh axis. Letters that are absent are replicated.
 TENSOR_PARALLEL = {"H": "tensor", "K": "tensor", "F": "tensor"}
+# Training splits table and head by vocabulary, too, and blocks (L) over the stages of a pipeline.
+TRAINING = {**TENSOR_PARALLEL, "V": "tensor", "U": "tensor", "L": "pipe"}
 
 
 def spec_of(letters: str, rules: dict[str, str]) -> PartitionSpec:
@@ -33,18 +36,58 @@ def specs_by_name(tree: Any, rules: dict[str, str]) -> Any:
     """
 
     def leaf(path: tuple[Any, ...], array: Any) -> PartitionSpec:
-        names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
-        letters = next(
-            (
-                name.rsplit("_", 1)[1]
-                for name in reversed(names)
-                if "_" in name and name.rsplit("_", 1)[1].isupper()
-            ),
-            "",
-        )
+        letters = letters_of(path)
         return spec_of(letters, rules) if len(letters) == len(array.shape) else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def letters_of(path: tuple[Any, ...]) -> str:
+    """Returns the shape suffix of a leaf's name, or nothing."""
+    for key in reversed(path):
+        _, _, letters = str(getattr(key, "name", getattr(key, "key", ""))).rpartition("_")
+        if letters.isupper():
+            return letters
+    return ""
+
+
+def training_specs(params: Any, sizes: Mapping[str, int]) -> Any:
+    """Returns the placement of training's weights: what each device keeps between steps.
+
+    By letter on `tensor` and `pipe` (`TRAINING`); then the first axis that is left and divides on
+    `fsdp`. A weight none of whose axes divides stays whole there, and its gradient is reduced.
+
+    Args:
+        params: `parallel.stages.Params` or a pytree of that form (arrays or shapes).
+        sizes: devices along each mesh axis.
+
+    Raises:
+        ValueError: naming weight, axis and mesh axis where a size does not divide.
+    """
+
+    def leaf(path: tuple[Any, ...], array: Any) -> PartitionSpec:
+        letters = letters_of(path)
+        if len(letters) + 1 == len(array.shape):
+            letters = "L" + letters  # blocks lie on top of each other
+        if len(letters) != len(array.shape):
+            return PartitionSpec()
+        placed: list[str | None] = [TRAINING.get(letter) for letter in letters]
+        placed = [axis if axis in sizes else None for axis in placed]
+        for letter, axis, size in zip(letters, placed, array.shape, strict=True):
+            if axis is not None and size % sizes[axis]:
+                raise ValueError(
+                    f"{jax.tree_util.keystr(path)}: axis {letter} has {size} entries, which do not "
+                    f"divide over the {sizes[axis]} devices of mesh axis {axis!r}: change the mesh."
+                )
+        for i, letter in enumerate(letters):
+            if placed[i] is None and letter != "L" and array.shape[i] % sizes.get("fsdp", 1) == 0:
+                placed[i] = "fsdp" if "fsdp" in sizes else None
+                break
+        while placed and placed[-1] is None:  # the form in which JAX gives placements back
+            placed.pop()
+        return PartitionSpec(*placed)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -52,27 +52,15 @@ class Stages:
 
 
 def forward_loss(
-    stages: Stages,
-    params: Params,
-    batch: Any,
-    comm: Comm = LOCAL,
-    *,
-    remat: bool = False,
-    scan: bool = False,
+    stages: Stages, params: Params, batch: Any, comm: Comm = LOCAL, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss sum and the weight sum, see `Stages.loss`; arguments as in `forward`."""
-    x = forward(stages, params, batch, comm, remat=remat, scan=scan)
+    """Returns the loss sum and the weight sum, see `Stages.loss`; `how` as in `run_blocks`."""
+    x = forward(stages, params, batch, comm, **how)
     return stages.loss(params.outer, x, batch, comm)
 
 
 def forward(
-    stages: Stages,
-    params: Params,
-    batch: Any,
-    comm: Comm = LOCAL,
-    *,
-    remat: bool = False,
-    scan: bool = False,
+    stages: Stages, params: Params, batch: Any, comm: Comm = LOCAL, **how: Any
 ) -> jax.Array:
     """Composes embedding and blocks; returns what the head reads, [B, T, D].
 
@@ -81,36 +69,61 @@ def forward(
         params: its weights.
         batch: see `Stages`.
         comm: communication.
+        **how: see `run_blocks`.
+    """
+    x = stages.embed(params.outer, batch, comm)
+    return run_blocks(stages, params.blocks, x, stages.context(batch), comm, **how)
+
+
+def run_blocks(
+    stages: Stages,
+    blocks: Any,
+    x: jax.Array,
+    ctx: Any,
+    comm: Comm,
+    *,
+    remat: bool = False,
+    scan: bool = False,
+    weights_of: Callable[[Any], Any] = lambda block: block,
+    policy: Callable[..., bool] | None = None,
+) -> jax.Array:
+    """Runs blocks one after the other.
+
+    Args:
+        stages: the model.
+        blocks: every leaf [L, ...].
+        x: [B, T, D].
+        ctx: see `Stages.context`.
+        comm: communication.
         remat: keep only the input of each block for the backward pass and compute the rest again
             (Chen et al. 2016, arXiv 1604.06174).
         scan: one compiled block in a loop over L instead of L copies: compile time no longer
             grows with L, and nothing can be moved from one block into another.
+        weights_of: makes a block's weights from what is kept of them, such as shards.
+        policy: what of a block is kept for the backward pass, instead of everything (None).
     """
-    ctx = stages.context(batch)
 
-    def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        return stages.block(weights, x, ctx, comm)[0], None
+    def block(x: jax.Array, kept: Any) -> tuple[jax.Array, None]:
+        return stages.block(weights_of(kept), x, ctx, comm)[0], None
 
-    if remat:
+    if remat or policy is not None:
         # In an unrolled program XLA would merge the second computation with the first.
-        block = jax.checkpoint(block, prevent_cse=not scan)
-    x = stages.embed(params.outer, batch, comm)
+        block = jax.checkpoint(block, prevent_cse=not scan, policy=None if remat else policy)
     if scan:
-        x, _ = jax.lax.scan(block, x, params.blocks)
-    else:
-        for layer in range(num_blocks(params)):
-            x, _ = block(x, one_block(params, layer))
+        return jax.lax.scan(block, x, blocks)[0]
+    for layer in range(num_blocks(blocks)):
+        x, _ = block(x, one_block(blocks, layer))
     return x
 
 
-def num_blocks(params: Params) -> int:
-    """Returns L."""
-    return jax.tree.leaves(params.blocks)[0].shape[0]
+def num_blocks(blocks: Any) -> int:
+    """Returns L of stacked blocks."""
+    return jax.tree.leaves(blocks)[0].shape[0]
 
 
-def one_block(params: Params, layer: int) -> Any:
-    """Returns the weights of one block, without the L axis."""
-    return jax.tree.map(lambda leaf: leaf[layer], params.blocks)
+def one_block(blocks: Any, layer: int) -> Any:
+    """Returns the weights of one of stacked blocks, without the L axis."""
+    return jax.tree.map(lambda leaf: leaf[layer], blocks)
 
 
 def stack(blocks: list[Any]) -> Any:

@@ -1,15 +1,25 @@
-"""One optimiser step, for any model that comes as `Stages`: the oracle of every later one."""
+"""One optimiser step, for any model that comes as `Stages`, on one device or a mesh.
+
+Without a mesh it is the oracle of every other. On a mesh the gradient is computed under `shard_map`
+(`parallel.hybrid`), every collective named by a plan; the optimiser then updates each device's
+shards. What an optimiser needs of the whole gradient (a norm, to clip it) the compiler reduces.
+"""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallel.comm import LOCAL
+from parallel.hybrid import Layout, sharded_sums
+from parallel.plan import AXES, BATCH, Plan
+from parallel.sharding import shardings, training_specs
 from parallel.stages import Params, Stages, forward_loss
 
 
@@ -51,18 +61,51 @@ class StepMetrics(NamedTuple):
 Step = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns the state before the first step. The weights are copied: a step donates its state."""
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """Returns the state before the first step. The weights are copied: a step donates its state.
+
+    Args:
+        params: weights.
+        optimizer: any optax transformation.
+        mesh: where the state lies, see `sharding.training_specs`; None for one device.
+
+    Raises:
+        ValueError: if a weight does not divide over the mesh.
+    """
     params = jax.tree.map(jnp.copy, params)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
+    state = TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
+    return state if mesh is None else jax.device_put(state, state_shardings(state, optimizer, mesh))
+
+
+def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+    """Returns where every leaf of a state lies: moments with their weights, the rest everywhere.
+
+    Args:
+        state: arrays or shapes.
+        optimizer: whose state it holds.
+        mesh: of the training.
+    """
+    weights = shardings(mesh, training_specs(state.params, dict(mesh.shape)))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, where: where,
+        state.opt_state,
+        weights,
+        transform_non_params=lambda _: everywhere,
+    )
+    placed: Any = TrainState(weights, moments, everywhere, everywhere)  # type: ignore[arg-type]
+    return placed
 
 
 def make_train_step(
     stages: Stages,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None = None,
-    plan: None = None,
+    plan: Plan | None = None,
     *,
     accumulate: int = 1,
     compute_dtype: jax.typing.DTypeLike | None = None,
@@ -79,9 +122,10 @@ def make_train_step(
     Args:
         stages: the model.
         optimizer: any optax transformation.
-        mesh: None for one device; with the single axis `data`, every device takes an equal part
-            of the batch and holds all weights (plain data parallelism, one blocking all-reduce).
-        plan: communication plan; None is the only one yet.
+        mesh: None for one device; else axes of `plan.AXES`: the batch is split over `host`, `data`
+            and `fsdp`, weights over `fsdp`, heads, widths and vocabulary over `tensor`, blocks
+            over `pipe`. The state comes from `init_state` with the same mesh.
+        plan: which collective is carried out how; None for `Plan()`.
         accumulate: micro-batches a device computes one after the other.
         compute_dtype: what the weights are cast to in the forward and backward pass, such as
             bfloat16; None for the master dtype.
@@ -92,11 +136,14 @@ def make_train_step(
         ValueError: for another mesh, or (at the first call) a batch that does not divide by
             devices and micro-batches.
     """
-    if plan is not None:
-        raise ValueError(f"plan = {plan!r}: only None, the blocking step, exists so far.")
-    if mesh is not None and mesh.axis_names != ("data",):
-        raise ValueError(f"Mesh axes {mesh.axis_names}: only ('data',) is supported so far.")
-    devices = 1 if mesh is None else mesh.size
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if mesh is None and plan is not None:
+        raise ValueError("A plan says what devices send each other: give a mesh with it.")
+    if not set(sizes) <= set(AXES):
+        raise ValueError(f"Mesh axes {tuple(sizes)}: choose of {AXES}.")
+    plan = plan or Plan()
+    plan.check(sizes)
+    devices = math.prod(sizes.get(axis, 1) for axis in BATCH)
     if accumulate < 1:
         raise ValueError(f"accumulate = {accumulate} must be at least 1.")
 
@@ -120,17 +167,19 @@ def make_train_step(
         ((loss, weight), gradient), _ = jax.lax.scan(body, zero, micro)
         return loss, weight, gradient
 
-    def reduced(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
-        # Varying before differentiation, so that JAX inserts no reduction of its own.
-        params = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params)
-        return jax.lax.psum(sums(params, batch), "data")
+    def mapped(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
+        specs = training_specs(params, sizes)
+        layout = Layout(specs, sizes, plan, compute_dtype)
+        whole = PartitionSpec()
+        parts = PartitionSpec(tuple(axis for axis in BATCH if axis in sizes))
+        run = functools.partial(sharded_sums, stages, layout, accumulate, remat, scan)
+        return jax.shard_map(
+            run, mesh=mesh, in_specs=(specs, parts), out_specs=(whole, whole, specs)
+        )(params, batch)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         _check_batch(batch, devices, accumulate)
-        total = sums
-        if mesh is not None:
-            whole, parts = PartitionSpec(), PartitionSpec("data")
-            total = jax.shard_map(reduced, mesh=mesh, in_specs=(whole, parts), out_specs=whole)
+        total = sums if mesh is None else mapped
         loss, weight, gradient = total(state.params, batch)
         # A step without a single valid token has nothing to learn and must not divide by zero.
         share = 1 / jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
@@ -150,6 +199,9 @@ def make_train_step(
             state.step + 1,
             state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
         )
+        if mesh is not None:  # or the compiler might move the optimiser's state elsewhere
+            where = state_shardings(taken, optimizer, mesh)
+            taken = jax.lax.with_sharding_constraint(taken, where)
         return taken, StepMetrics(loss * share, weight, norm, finite)
 
     return jax.jit(step, donate_argnames=("state",))

@@ -1,0 +1,269 @@
+"""Loss and gradient of a step on a mesh, every collective named by a plan: under `shard_map`.
+
+One device holds a shard of every weight (`sharding.training_specs`) and a part of the batch.
+Weights vary over the whole mesh before they are differentiated, so JAX inserts no reduction of its
+own; what a plan says is all that is sent:
+
+    fsdp     weights gathered before use, their gradients scattered (ZeRO, arXiv 1910.02054)
+    tensor   inside the blocks, through `comm` (`parallel.sequence`)
+    pipe     activations, see `parallel.pipeline`
+    data     gradients reduced; also over every other axis on which a weight is whole
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from parallel import collectives
+from parallel.comm import LOCAL, Comm
+from parallel.partition import flat
+from parallel.pipeline import pipeline_sums
+from parallel.plan import BATCH, Plan
+from parallel.sequence import SequenceComm
+from parallel.stages import Params, Stages, forward_loss
+
+GATHERED = "gathered_weights"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where things lie and what is sent.
+
+    Attributes:
+        specs: placement of every weight, a pytree like the weights.
+        sizes: devices along each mesh axis.
+        plan: what is sent how.
+        compute_dtype: what weights are gathered and computed in; None for their own.
+    """
+
+    specs: Any
+    sizes: Mapping[str, int]
+    plan: Plan
+    compute_dtype: jax.typing.DTypeLike | None
+
+    @property
+    def comm(self) -> Comm:
+        """What blocks talk through."""
+        if "tensor" not in self.sizes:
+            return LOCAL
+        return SequenceComm("tensor", self.plan.column, self.plan.row)
+
+    def vary(self, params: Any) -> Any:
+        """Marks weights as different on every device, before they are differentiated."""
+
+        def leaf(w: jax.Array, spec: PartitionSpec) -> jax.Array:
+            whole = tuple(axis for axis in self.sizes if axis not in spec)
+            return lax.pcast(w, whole, to="varying") if whole else w
+
+        return jax.tree.map(leaf, params, self.specs)
+
+    def whole(self, shards: Any, specs: Any) -> Any:
+        """Gathers weights over `fsdp` in the compute dtype; gradients come back as shards."""
+        leaves = jax.tree.leaves(shards)
+        axes = [_fsdp_axis(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
+        plan, dtype = self.plan, self.compute_dtype
+        if plan.bucket == "block":
+            out = _gather_together(tuple(leaves), tuple(axes), plan, dtype)
+        else:
+            pairs = zip(leaves, axes, strict=True)
+            out = tuple(_gather_together((w,), (axis,), plan, dtype)[0] for w, axis in pairs)
+        named = [checkpoint_name(leaf, GATHERED) for leaf in out]
+        return jax.tree.unflatten(jax.tree.structure(shards), named)
+
+    def shards(self, gradient: Any, specs: Any) -> Any:
+        """Scatters the gradient of whole weights over `fsdp`: sums, keeps this device's part."""
+
+        def leaf(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+            axis = _fsdp_axis(spec)
+            if axis is None:
+                return g
+            return collectives.reduce_scatter(g, axis, ("fsdp",), self.plan.scattering())
+
+        return jax.tree.map(leaf, gradient, specs)
+
+    def reduced(self, gradient: Any, over: tuple[str, ...]) -> Any:
+        """Sums the gradient of each weight over those of `over` on which the weight is whole."""
+
+        def leaf(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+            axes = tuple(axis for axis in over if axis not in spec)
+            batch = tuple(axis for axis in axes if axis in ("host", "data"))
+            if batch:
+                g = collectives.all_reduce(g, self.plan.reducing(batch))
+            rest = tuple(axis for axis in axes if axis not in batch)
+            return collectives.all_reduce(g, flat("all_reduce", rest)) if rest else g
+
+        return jax.tree.map(leaf, gradient, self.specs)
+
+
+def sharded_sums(
+    stages: Stages,
+    layout: Layout,
+    accumulate: int,
+    remat: bool,
+    scan: bool,
+    params: Any,
+    batch: Any,
+) -> tuple[jax.Array, jax.Array, Params]:
+    """Returns loss sum, weight sum and gradient of the loss sum of the whole step.
+
+    Args:
+        stages: the model.
+        layout: see `Layout`.
+        accumulate: micro-batches, one after the other; those of a pipeline.
+        remat: see `stages.forward`.
+        scan: see `stages.forward`.
+        params: this device's shards.
+        batch: this device's part.
+    """
+    plan, comm = layout.plan, layout.comm
+    params = layout.vary(params)
+    micro = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
+    gather_all = "fsdp" in layout.sizes and plan.zero < 3
+    whole_block = layout.sizes.get("fsdp", 1) > 1 and not gather_all
+    block_specs = jax.tree.map(
+        lambda spec: PartitionSpec(*spec[1:]), layout.specs.blocks, is_leaf=_is_spec
+    )
+    ready = layout.whole(params, layout.specs) if gather_all else params
+
+    def weights_of(block: Any) -> Any:
+        return layout.whole(block, block_specs) if not gather_all else block
+
+    def outer_of(params: Params) -> Params:
+        if gather_all:
+            return params
+        return Params(layout.whole(params.outer, layout.specs.outer), params.blocks)
+
+    # ZeRO-3 gathers a block's weights again in the backward pass instead of keeping them.
+    policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+    how: dict[str, Any] = {
+        "remat": remat,
+        "scan": scan,
+        "weights_of": weights_of,
+        "policy": policy if whole_block and not remat else None,
+    }
+
+    every = tuple(layout.sizes)
+    if "pipe" in layout.sizes:
+        loss, weight, gradient = pipeline_sums(
+            stages, ready, micro, comm, plan.schedule, outer_of, how
+        )
+        gradient = layout.shards(gradient, layout.specs) if gather_all else gradient
+        gradient = layout.reduced(gradient, every)
+        batch_axes = tuple(axis for axis in (*BATCH, "pipe") if axis in layout.sizes)
+        return lax.psum(loss, batch_axes), lax.psum(weight, batch_axes), gradient
+
+    def loss_sum(params: Params, part: Any) -> tuple[jax.Array, jax.Array]:
+        return forward_loss(stages, outer_of(params), part, comm, **how)
+
+    def one(part: Any) -> tuple[jax.Array, jax.Array, Any]:
+        (loss, weight), gradient = jax.value_and_grad(loss_sum, has_aux=True)(ready, part)
+        if gather_all and plan.zero == 2:
+            gradient = layout.shards(gradient, layout.specs)
+        if plan.when == "each" and not (gather_all and plan.zero == 1):
+            gradient = layout.reduced(gradient, every)
+        return loss, weight, gradient
+
+    if accumulate == 1:
+        loss, weight, gradient = one(jax.tree.map(lambda a: a[0], micro))
+    else:
+        first = jax.eval_shape(one, jax.tree.map(lambda a: a[0], micro))
+        zero = jax.tree.map(jnp.zeros_like, first)
+
+        def body(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, one(part)), None
+
+        (loss, weight, gradient), _ = lax.scan(body, zero, micro)
+    if gather_all and plan.zero == 1:
+        gradient = layout.shards(gradient, layout.specs)
+    if plan.when == "end" or (gather_all and plan.zero == 1):
+        gradient = layout.reduced(gradient, every)
+    batch_axes = tuple(axis for axis in BATCH if axis in layout.sizes)
+    if batch_axes:
+        loss, weight = lax.psum((loss, weight), batch_axes)
+    return loss, weight, gradient
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _fsdp_axis(spec: PartitionSpec) -> int | None:
+    return [*spec].index("fsdp") if "fsdp" in spec else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_together(
+    weights: tuple[jax.Array, ...],
+    axes: tuple[int | None, ...],
+    plan: Plan,
+    dtype: jax.typing.DTypeLike | None,
+) -> tuple[jax.Array, ...]:
+    """Casts weights and gathers those that have an axis for it, in one collective.
+
+    In the backward pass gradients are widened again before they are summed.
+    """
+    cast = [w if dtype is None else w.astype(dtype) for w in weights]
+    moving = {i: axis for i, axis in enumerate(axes) if axis is not None}
+    if not moving:
+        return tuple(cast)
+    if len(moving) == 1:
+        ((i, axis),) = moving.items()
+        cast[i] = collectives.all_gather(cast[i], axis, ("fsdp",), plan.gathering())
+        return tuple(cast)
+    front = [jnp.moveaxis(cast[i], axis, 0) for i, axis in moving.items()]
+    flat_n = jnp.concatenate([w.ravel() for w in front])
+    whole = collectives.all_gather(flat_n, 0, ("fsdp",), plan.gathering())
+    by_shard = whole.reshape(-1, flat_n.size)
+    start = 0
+    for (i, axis), w in zip(moving.items(), front, strict=True):
+        part = by_shard[:, start : start + w.size].reshape(-1, *w.shape[1:])
+        cast[i] = jnp.moveaxis(part, 0, axis)
+        start += w.size
+    return tuple(cast)
+
+
+def _gather_forward(
+    weights: tuple[jax.Array, ...],
+    axes: tuple[int | None, ...],
+    plan: Plan,
+    dtype: jax.typing.DTypeLike | None,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    # Only their dtypes are wanted later.
+    empty = tuple(w.ravel()[:0] for w in weights)
+    return _gather_together(weights, axes, plan, dtype), empty
+
+
+def _gather_backward(
+    axes: tuple[int | None, ...],
+    plan: Plan,
+    dtype: jax.typing.DTypeLike | None,
+    kept: tuple[jax.Array, ...],
+    dw: tuple[jax.Array, ...],
+) -> tuple[tuple[jax.Array, ...]]:
+    wide = [g.astype(w.dtype) for g, w in zip(dw, kept, strict=True)]
+    moving = {i: axis for i, axis in enumerate(axes) if axis is not None}
+    if len(moving) == 1:
+        ((i, axis),) = moving.items()
+        wide[i] = collectives.reduce_scatter(wide[i], axis, ("fsdp",), plan.scattering())
+    elif moving:
+        g = collectives.size_of(("fsdp",))
+        front = [jnp.moveaxis(wide[i], axis, 0) for i, axis in moving.items()]
+        rows = [w.reshape(g, -1) for w in front]
+        whole = jnp.concatenate(rows, axis=1).ravel()
+        mine = collectives.reduce_scatter(whole, 0, ("fsdp",), plan.scattering())
+        start = 0
+        for (i, axis), w, row in zip(moving.items(), front, rows, strict=True):
+            part = mine[start : start + row.shape[1]].reshape(-1, *w.shape[1:])
+            wide[i] = jnp.moveaxis(part, 0, axis)
+            start += row.shape[1]
+    return (tuple(wide),)
+
+
+_gather_together.defvjp(_gather_forward, _gather_backward)

@@ -1,0 +1,134 @@
+"""Which composition every collective of a training step uses: readable, serialisable, checked.
+
+A plan says nothing of sizes or machines. Sites, by the mesh axes that they talk over:
+
+* `fsdp`: weights are gathered before use (`gather`) and their gradients scattered (`scatter`).
+* `data`: gradients are reduced (`reduce`); with `host` beside it in two levels if it says so.
+* `tensor`: column products gather tokens (`column`), row products scatter them (`row`).
+* `pipe`: activations pass from stage to stage (`schedule`).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from parallel.overlap import PLAIN, Overlap
+from parallel.partition import Composition, check, flat
+
+# Mesh axes in the order of a mesh, slow links first.
+AXES = ("host", "data", "fsdp", "pipe", "tensor")
+# Axes over which the batch is split.
+BATCH = ("host", "data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """See the module. Compositions that are None are one flat collective.
+
+    Attributes:
+        gather: of weights over `fsdp`, an all-gather.
+        scatter: of their gradients, a reduce-scatter.
+        reduce: of gradients over `host` and `data`, an all-reduce.
+        column: how column products gather tokens.
+        row: how row products scatter tokens.
+        zero: what is kept in shards over `fsdp` while a step runs: 1 optimiser state (weights are
+            gathered once, gradients scattered at the end), 2 gradients too (scattered after every
+            micro-batch), 3 weights too (gathered for each block, and again in the backward pass).
+            Between steps all of it is shards, so the gather of updated weights falls into the next
+            step's forward pass.
+        bucket: gather and scatter each weight alone ("leaf"), or all weights of a block in one
+            collective ("block").
+        when: reduce gradients over `data` once at the "end", or after "each" micro-batch.
+        schedule: of a pipeline: "gpipe", all forward passes then all backward ones; or "1f1b".
+    """
+
+    gather: Composition | None = None
+    scatter: Composition | None = None
+    reduce: Composition | None = None
+    column: Overlap = PLAIN
+    row: Overlap = PLAIN
+    zero: Literal[1, 2, 3] = 3
+    bucket: Literal["leaf", "block"] = "leaf"
+    when: Literal["end", "each"] = "end"
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
+
+    def __post_init__(self) -> None:
+        """Refuses values that no step understands."""
+        for name, allowed in (
+            ("zero", (1, 2, 3)),
+            ("bucket", ("leaf", "block")),
+            ("when", ("end", "each")),
+            ("schedule", ("gpipe", "1f1b")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Plan: {name} = {getattr(self, name)!r}: choose of {allowed}.")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Refuses compositions that are not those of this mesh.
+
+        Args:
+            sizes: devices along each mesh axis.
+
+        Raises:
+            ValueError: naming the site and what is wrong with it.
+        """
+        over = tuple(axis for axis in ("host", "data") if axis in sizes)
+        for site, kind, axes in (
+            ("gather", "all_gather", ("fsdp",)),
+            ("scatter", "reduce_scatter", ("fsdp",)),
+            ("reduce", "all_reduce", over),
+        ):
+            how = getattr(self, site)
+            if how is None:
+                continue
+            if not set(axes) & set(sizes):
+                raise ValueError(f"Plan: {site} = {how}, but the mesh {dict(sizes)} has no {axes}.")
+            try:
+                check(kind, axes, how)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise ValueError(f"Plan: {site}: {error}") from error
+
+    def gathering(self) -> Composition:
+        """Returns how weights are gathered."""
+        return self.gather or flat("all_gather", ("fsdp",))
+
+    def scattering(self) -> Composition:
+        """Returns how gradients are scattered."""
+        return self.scatter or flat("reduce_scatter", ("fsdp",))
+
+    def reducing(self, axes: tuple[str, ...]) -> Composition:
+        """Returns how gradients are reduced over `axes` of the batch."""
+        return self.reduce or flat("all_reduce", axes)
+
+    def to_json(self) -> str:
+        """Writes one line a site; `from_json` reads it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        texts = (Composition, Overlap)
+        return json.dumps(
+            {k: str(v) if isinstance(v, texts) else v for k, v in fields.items()}, indent=1
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: for what is no plan, naming the site.
+        """
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            known = {field.name for field in dataclasses.fields(cls)}
+            if not isinstance(raw, dict) or not set(raw) <= known:
+                raise ValueError(f"its sites are {sorted(known)}, not {sorted(raw)}")
+        except ValueError as error:
+            raise ValueError(f"No plan: {error}.") from error
+        for site, value in raw.items():
+            try:
+                if site in ("gather", "scatter", "reduce") and value is not None:
+                    raw[site] = Composition.parse(value)
+                elif site in ("column", "row"):
+                    raw[site] = Overlap.parse(value)
+            except ValueError as error:
+                raise ValueError(f"Plan: {site}: {error}") from error
+        return cls(**raw)

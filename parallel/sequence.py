@@ -1,0 +1,70 @@
+"""`Comm` for training with tensor parallelism: features, tokens and vocabulary split over one axis.
+
+Between blocks each device holds its part of the tokens (sequence parallelism, Korthikanti et al.
+2022, arXiv 2205.05198); inside, all tokens and its part of the heads or of the feed-forward width.
+Embedding table and head are split by vocabulary. How products and exchanges overlap is the plan's.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from parallel.overlap import PLAIN, Overlap, gather_matmul, matmul_scatter
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceComm:
+    """Implements `Comm`, under `shard_map`.
+
+    Attributes:
+        axis: mesh axis.
+        column: how column products gather their tokens.
+        row: how row products reduce and scatter theirs.
+    """
+
+    axis: str = "tensor"
+    column: Overlap = PLAIN
+    row: Overlap = PLAIN
+
+    def column_matmul(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        """Gathers tokens and multiplies, see `overlap.gather_matmul`."""
+        return gather_matmul(x, weights, self.axis, self.column)
+
+    def row_matmul(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiplies, sums and scatters, see `overlap.matmul_scatter`."""
+        return matmul_scatter(x, w, self.axis, self.row)
+
+    def lookup(self, table_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+        """Every device looks up the tokens of its rows; the sum is scattered over tokens."""
+        index_BT, mine_BT = self._own(table_VD.shape[0], token_BT)
+        rows_BTD = jnp.where(mine_BT[:, :, None], table_VD[index_BT], 0)
+        return lax.psum_scatter(rows_BTD, self.axis, scatter_dimension=1, tiled=True)
+
+    def whole_sequence(self, x: jax.Array) -> jax.Array:
+        """Gathers tokens; its gradient is summed and scattered."""
+        return lax.all_gather(x, self.axis, axis=1, tiled=True)
+
+    def scatter_sequence(self, x: jax.Array) -> jax.Array:
+        """Cuts this device's tokens out of what all have."""
+        t = x.shape[1] // lax.axis_size(self.axis)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * t, t, axis=1)
+
+    def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
+        """Joins the parts' log-sum-exps."""
+        top_BT = lax.pmax(lax.stop_gradient(logits_BTV.max(-1)), self.axis)
+        total_BT = lax.psum(jnp.exp(logits_BTV - top_BT[..., None]).sum(-1), self.axis)
+        return top_BT + jnp.log(total_BT)
+
+    def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
+        """Sums what the device that has the label's logit finds."""
+        index_BT, mine_BT = self._own(logits_BTV.shape[2], label_BT)
+        found_BT = jnp.take_along_axis(logits_BTV, index_BT[:, :, None], axis=2)[..., 0]
+        return lax.psum(jnp.where(mine_BT, found_BT, 0), self.axis)
+
+    def _own(self, rows: int, id_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns each id's place among this device's rows, and whether it has one."""
+        index_BT = id_BT - lax.axis_index(self.axis) * rows
+        mine_BT = (index_BT >= 0) & (index_BT < rows)
+        return jnp.where(mine_BT, index_BT, 0), mine_BT
