@@ -99,7 +99,14 @@ class Layout:
             rest = tuple(axis for axis in axes if axis not in batch)
             return collectives.all_reduce(g, flat("all_reduce", rest)) if rest else g
 
-        return jax.tree.map(leaf, gradient, self.specs)
+        if self.plan.order == "free":
+            return jax.tree.map(leaf, gradient, self.specs)
+        leaves = jax.tree.leaves(gradient)
+        specs = jax.tree.leaves(self.specs, is_leaf=_is_spec)
+        done: list[jax.Array] = []
+        for g, spec in zip(reversed(leaves), reversed(specs), strict=True):
+            done.append(leaf(_after(g, done[-1]) if done else g, spec))
+        return jax.tree.unflatten(jax.tree.structure(gradient), done[::-1])
 
 
 def sharded_sums(
@@ -192,6 +199,18 @@ def sharded_sums(
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
+
+
+def _after(x: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Returns `x`, but not before `earlier` is there.
+
+    A true dependency: XLA:CPU drops optimisation barriers, and may not drop 0 * y, which is NaN for
+    a y that is not finite (as is then the step, which is skipped).
+    """
+    wait = 0 * earlier.ravel()[0]
+    missing = tuple(set(jax.typeof(x).vma) - set(jax.typeof(wait).vma))
+    wait = lax.pcast(wait, missing, to="varying") if missing else wait
+    return x + wait.astype(x.dtype)
 
 
 def _fsdp_axis(spec: PartitionSpec) -> int | None:

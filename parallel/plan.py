@@ -40,6 +40,8 @@ class Plan:
         bucket: gather and scatter each weight alone ("leaf"), or all weights of a block in one
             collective ("block").
         when: reduce gradients over `data` once at the "end", or after "each" micro-batch.
+        order: the reductions of different weights are left to the compiler ("free"; XLA:CPU merges
+            them into one), or each waits for the one before ("chained"), last weights first.
         schedule: of a pipeline: "gpipe", all forward passes then all backward ones; or "1f1b".
     """
 
@@ -51,6 +53,7 @@ class Plan:
     zero: Literal[1, 2, 3] = 3
     bucket: Literal["leaf", "block"] = "leaf"
     when: Literal["end", "each"] = "end"
+    order: Literal["free", "chained"] = "free"
     schedule: Literal["gpipe", "1f1b"] = "gpipe"
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class Plan:
             ("zero", (1, 2, 3)),
             ("bucket", ("leaf", "block")),
             ("when", ("end", "each")),
+            ("order", ("free", "chained")),
             ("schedule", ("gpipe", "1f1b")),
         ):
             if getattr(self, name) not in allowed:
