@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 from tqdm import tqdm
 
+from parallel import launch
 from parallel.train import Step, TrainState
 
 # Steps between two looks at the device: the loss of every step is kept, but read in groups.
@@ -58,6 +60,7 @@ def fit(
     folder: str | os.PathLike[str],
     evaluate: Callable[[TrainState], Mapping[str, float]] | None = None,
     prepare: Callable[[Any, Any], Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> TrainState:
     """Trains until `config.steps`, from the newest checkpoint in `folder` if there is one.
 
@@ -74,6 +77,8 @@ def fit(
             `evaluation.csv` (step and what `evaluate` returns).
         evaluate: figures of a state; not part of the training.
         prepare: `(params, batch) -> batch`, for batches that depend on the weights.
+        mesh: of `step` and `state`. All processes read the same batches and save together; the
+            first one writes the tables. A checkpoint can be restored on another mesh.
 
     Raises:
         ValueError: if the checkpoint there has other shapes.
@@ -88,13 +93,14 @@ def fit(
     ) as manager:
         state = _resume(manager, state)
         first = int(state.step)
-        curves = _Table(folder / "train.csv", first)
-        scores = _Table(folder / "evaluation.csv", first)
+        writes = jax.process_index() == 0
+        curves = _Table(folder / "train.csv", first, writes)
+        scores = _Table(folder / "evaluation.csv", first, writes)
         pending: list[tuple[int, Any]] = []
         clock = time.perf_counter()
-        with tqdm(total=config.steps, initial=first, unit="step") as bar:
+        with tqdm(total=config.steps, initial=first, unit="step", disable=not writes) as bar:
             for number in range(first, config.steps):
-                batch = batches[number]
+                batch = launch.spread(batches[number], mesh)
                 if prepare is not None:
                     batch = prepare(state.params, batch)
                 state, metrics = step(state, batch)
@@ -106,7 +112,9 @@ def fit(
                     seconds = _report(pending, curves, bar, clock)
                     clock, pending = clock + seconds, []
                 if looks and evaluate is not None:
-                    scores.add({"step": done, **evaluate(state)})
+                    local = dataclasses.replace(state, params=launch.collected(state.params, mesh))
+                    if writes:
+                        scores.add({"step": done, **evaluate(local)})
                     clock = time.perf_counter()
                 if saves:
                     # Copied to the host before the next step may overwrite it; written meanwhile.
@@ -164,9 +172,9 @@ def _report(pending: list[tuple[int, Any]], curves: "_Table", bar: tqdm, clock: 
 class _Table:
     """A CSV file that grows; on resumption the rows after the checkpoint are dropped."""
 
-    def __init__(self, path: pathlib.Path, first: int):
-        self.path = path
-        if not path.exists():
+    def __init__(self, path: pathlib.Path, first: int, writes: bool):
+        self.path, self.writes = path, writes
+        if not writes or not path.exists():
             return
         with path.open(encoding="utf-8", newline="") as file:
             # A row that was cut off by the end of its process lacks fields.
@@ -177,6 +185,8 @@ class _Table:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> None:
+        if not self.writes:
+            return
         new = not self.path.exists()
         with self.path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(row))

@@ -3,7 +3,11 @@
     python -m experiments.train --config smollm2_pruned [--out out/train/smollm2_pruned]
 
 Cost and the figures to expect stand at the head of each file in experiments/configs. Interrupt it
-at any moment; the same command goes on where the newest checkpoint stands.
+at any moment; the same command goes on where the newest checkpoint stands. On several devices, and
+on several processes, which all run the same command but for their number:
+
+    python -m experiments.train --config code_target --mesh data=2
+        --coordinator HOST:9911 --num_processes 2 --process_id 0
 """
 
 import csv
@@ -15,12 +19,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 from absl import app, flags, logging
+from jax.sharding import Mesh
 
 from experiments import configs, setup
 from experiments.loop import Batches, LoopConfig, fit
 from experiments.plots import plot_curves
+from parallel import launch
+from parallel.plan import Plan
 from parallel.stages import Params, Stages
 from parallel.train import TrainState, init_state, make_train_step
 
@@ -89,13 +97,33 @@ def define_flags() -> None:
     flags.DEFINE_integer("steps", None, "Steps instead of the config's.", lower_bound=1)
     flags.DEFINE_string("out", None, "Folder; out/train/<config> by default.")
     flags.DEFINE_bool("smoke", False, "A few steps on little data.")
+    flags.DEFINE_string("mesh", None, "Devices along each axis, such as data=2,fsdp=4.")
+    flags.DEFINE_string("plan", None, "JSON file of a communication plan, see parallel/plan.py.")
+    flags.DEFINE_string("coordinator", None, "host:port of process 0, if there are several.")
+    flags.DEFINE_integer("num_processes", None, "Processes in all.", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "Number of this process.", lower_bound=0)
 
 
-def train(job: Job, out: pathlib.Path) -> pathlib.Path:
-    """Runs a job to its end and draws its curves; returns what it exported."""
-    step = make_train_step(job.stages, job.optimizer, accumulate=job.accumulate)
-    state = init_state(job.params, job.optimizer)
-    state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare)
+def train(
+    job: Job, out: pathlib.Path, mesh: Mesh | None = None, plan: Plan | None = None
+) -> pathlib.Path | None:
+    """Runs a job to its end and draws its curves.
+
+    Args:
+        job: what to train.
+        out: folder of the run, the same for all processes.
+        mesh: see `make_train_step`.
+        plan: see `make_train_step`.
+
+    Returns:
+        What was exported; None in all processes but the first.
+    """
+    step = make_train_step(job.stages, job.optimizer, mesh, plan, accumulate=job.accumulate)
+    state = init_state(job.params, job.optimizer, mesh)
+    state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare, mesh)
+    state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
+    if jax.process_index():
+        return None
     plot_curves(out / "curves.png", _columns(out / "train.csv"), _columns(out / "evaluation.csv"))
     return job.export(state, out)
 
@@ -116,10 +144,20 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     out = pathlib.Path(args.out or f"out/train/{args.config}")
     try:
+        launch.start(args.coordinator, args.num_processes, args.process_id)
+        mesh = None if args.mesh is None else launch.make_mesh(launch.parse_mesh(args.mesh))
+        if mesh is not None:
+            launch.check_collectives(mesh)
+        elif jax.process_count() > 1:
+            raise ValueError(f"{jax.process_count()} processes need a --mesh, such as data=2.")
+        plan = None
+        if args.plan is not None:
+            plan = Plan.from_json(pathlib.Path(args.plan).read_text(encoding="utf-8"))
         module = importlib.import_module(f"experiments.configs.{args.config}")
         asked = Arguments(args.target, tuple(args.data), args.init, args.steps, args.smoke, out)
-        job = module.build(asked)
-        print(f"wrote {train(job, out)}, {out}/train.csv, curves.png")
+        exported = train(module.build(asked), out, mesh, plan)
+        if exported is not None:
+            print(f"wrote {exported}, {out}/train.csv, curves.png")
     except ValueError as error:
         sys.exit(f"Error: {error}")
 

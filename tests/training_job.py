@@ -1,4 +1,4 @@
-"""A training run to be killed: `python -m tests.training_job FOLDER`."""
+"""A training run to be killed: `python -m tests.training_job FOLDER [MESH [COORDINATOR N ID]]`."""
 
 import pathlib
 import sys
@@ -6,11 +6,13 @@ import sys
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, Document
 from experiments.loop import LoopConfig, fit
 from models.stages import llama_stages, split
+from parallel import launch
 from parallel.train import TrainState, init_state, make_train_step
 from tests import toys
 
@@ -22,21 +24,31 @@ def corpus(tokens: int = 4000) -> Corpus:
     rng = np.random.default_rng(0)
     documents = []
     while sum(len(each.token_ids) for each in documents) < tokens:
-        start = np.full(rng.integers(3, 40), rng.integers(toys.VOCAB2))
-        documents.append(Document((start + 3 * np.arange(len(start))) % toys.VOCAB2))
+        start = np.full(rng.integers(3, 40), rng.integers(96))
+        documents.append(Document((start + 3 * np.arange(len(start))) % 96))
     return Corpus.of(documents)
 
 
-def train(folder: pathlib.Path, steps: int = STEPS, save_every: int = 2) -> TrainState:
+def train(
+    folder: pathlib.Path, steps: int = STEPS, save_every: int = 2, mesh: Mesh | None = None
+) -> TrainState:
     """Trains a toy for `steps`, or what is left of them."""
-    model, optimizer = toys.tiny(), optax.adam(1e-2)
-    step = make_train_step(llama_stages(model.config), optimizer, scan=True)
+    model, optimizer = toys.tiny(vocab_size=96), optax.adam(1e-2)
+    step = make_train_step(llama_stages(model.config), optimizer, mesh, scan=True)
     batches = Batches(Rows(corpus(), 16, None), 4, seed=1)
-    state = init_state(split(model), optimizer)
-    return fit(step, state, batches, LoopConfig(steps, save_every, 0, keep=2), folder)
+    state = init_state(split(model), optimizer, mesh)
+    config = LoopConfig(steps, save_every, 0, keep=2)
+    return fit(step, state, batches, config, folder, mesh=mesh)
 
 
 if __name__ == "__main__":
-    out = pathlib.Path(sys.argv[1])
-    leaves = jax.tree.leaves(train(out))
-    np.savez(out / "final.npz", *[np.asarray(leaf) for leaf in leaves])
+    out, *how = sys.argv[1:]
+    if how[1:]:
+        launch.start(how[1], int(how[2]), int(how[3]))
+    mesh = launch.make_mesh(launch.parse_mesh(how[0])) if how else None
+    if mesh is not None:
+        launch.check_collectives(mesh)
+    last = launch.collected(train(pathlib.Path(out), mesh=mesh), mesh)
+    if not jax.process_index():
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(last)]
+        np.savez(pathlib.Path(out) / "final.npz", *leaves)
