@@ -1,4 +1,4 @@
-"""A training run to be killed: `python -m tests.training_job FOLDER [MESH [COORDINATOR N ID]]`."""
+"""A training run to be killed: `python -m tests.training_job FOLDER [MESH [COORDINATOR N ID STEPS]]`."""
 
 import pathlib
 import sys
@@ -48,7 +48,8 @@ if __name__ == "__main__":
     mesh = launch.make_mesh(launch.parse_mesh(how[0])) if how else None
     if mesh is not None:
         launch.check_collectives(mesh)
-    last = launch.collected(train(pathlib.Path(out), mesh=mesh), mesh)
+    steps = int(how[4]) if how[1:] else STEPS
+    last = launch.collected(train(pathlib.Path(out), steps, mesh=mesh), mesh)
     if not jax.process_index():
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(last)]
         np.savez(pathlib.Path(out) / "final.npz", *leaves)
