@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from parallel import collectives
@@ -28,8 +27,6 @@ from parallel.pipeline import pipeline_sums
 from parallel.plan import BATCH, Plan
 from parallel.sequence import SequenceComm
 from parallel.stages import Params, Stages, forward_loss
-
-GATHERED = "gathered_weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +71,7 @@ class Layout:
         else:
             pairs = zip(leaves, axes, strict=True)
             out = tuple(_gather_together((w,), (axis,), plan, dtype)[0] for w, axis in pairs)
-        named = [checkpoint_name(leaf, GATHERED) for leaf in out]
-        return jax.tree.unflatten(jax.tree.structure(shards), named)
+        return jax.tree.unflatten(jax.tree.structure(shards), out)
 
     def shards(self, gradient: Any, specs: Any) -> Any:
         """Scatters the gradient of whole weights over `fsdp`: sums, keeps this device's part."""
@@ -147,13 +143,11 @@ def sharded_sums(
             return params
         return Params(layout.whole(params.outer, layout.specs.outer), params.blocks)
 
-    # ZeRO-3 gathers a block's weights again in the backward pass instead of keeping them.
-    policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
     how: dict[str, Any] = {
         "remat": remat,
         "scan": scan,
         "weights_of": weights_of,
-        "policy": policy if whole_block and not remat else None,
+        "policy": _keep_no_weights if whole_block and not remat else None,
     }
 
     every = tuple(layout.sizes)
@@ -197,6 +191,17 @@ def sharded_sums(
     return loss, weight, gradient
 
 
+def _keep_no_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """What a block under ZeRO-3 keeps for its backward pass: products, and what was received.
+
+    Not the weights: they are gathered again.
+    """
+    axes = parameters.get("axis_name", parameters.get("axes", ()))
+    names = axes if isinstance(axes, tuple) else (axes,)
+    received = any(isinstance(name, str) for name in names)
+    return "fsdp" not in names and (received or primitive.name == "dot_general")
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
@@ -208,7 +213,8 @@ def _after(x: jax.Array, earlier: jax.Array) -> jax.Array:
     a y that is not finite (as is then the step, which is skipped).
     """
     wait = 0 * earlier.ravel()[0]
-    missing = tuple(set(jax.typeof(x).vma) - set(jax.typeof(wait).vma))
+    x_type, wait_type = (jax.typeof(a).manual_axis_type for a in (x, wait))
+    missing = tuple(x_type.varying - wait_type.varying)
     wait = lax.pcast(wait, missing, to="varying") if missing else wait
     return x + wait.astype(x.dtype)
 

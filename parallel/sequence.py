@@ -37,7 +37,17 @@ class SequenceComm:
         return matmul_scatter(x, w, self.axis, self.row)
 
     def lookup(self, table_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-        """Every device looks up the tokens of its rows; the sum is scattered over tokens."""
+        """Every device looks up the tokens of its rows; the sum is scattered over tokens.
+
+        Raises:
+            ValueError: if the tokens do not divide among the devices.
+        """
+        T, g = token_BT.shape[1], lax.axis_size(self.axis)
+        if T % g:
+            raise ValueError(
+                f"{T} tokens do not divide among the {g} devices of {self.axis!r}: change the "
+                "length of the rows, or the mesh."
+            )
         index_BT, mine_BT = self._own(table_VD.shape[0], token_BT)
         rows_BTD = jnp.where(mine_BT[:, :, None], table_VD[index_BT], 0)
         return lax.psum_scatter(rows_BTD, self.axis, scatter_dimension=1, tiled=True)

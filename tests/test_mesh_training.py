@@ -234,7 +234,7 @@ def test_sampled_plans(model, oracle, sizes, plan, how):
 
 def test_gradient_of_a_replicated_weight():
     """HO-26: loss (w^2 + 1) d with d = (0, 1) on two devices, w = 1: the gradient is 2."""
-    stages = toy(lambda outer, data: (outer["w_D"] ** 2 + 1) * data["d_B"][:, None])
+    stages = toy(lambda outer, data: (outer["w_D"] ** 2 + 1)[None] * data["d_B"][:, None])
     data = {"d_B": jnp.asarray([0.0, 1.0]), "weight_B": jnp.asarray([0.5, 0.5])}
     params = Params({"w_D": jnp.ones(1)}, {"none_L": jnp.zeros(1)})
     for sizes in ({"data": 2}, {"fsdp": 2}, {"host": 2}):

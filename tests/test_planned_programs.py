@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from models.stages import llama_stages, split
 from parallel.partition import Composition
@@ -117,7 +118,7 @@ def gathers_in(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "all_gather":
             yield inputs_of(jaxpr, eqn)
-        for inner in jax.core.jaxprs_in_params(eqn.params):
+        for inner in jaxprs_in_params(eqn.params):
             yield from gathers_in(inner)
 
 

@@ -1,4 +1,4 @@
-"""A training run to be killed: `python -m tests.training_job FOLDER [MESH [COORDINATOR N ID STEPS]]`."""
+"""A training run to be killed: FOLDER [MESH [COORDINATOR PROCESSES NUMBER STEPS]]."""
 
 import pathlib
 import sys
