@@ -11,7 +11,7 @@ ONE_DEVICE := XLA_FLAGS=--xla_force_host_platform_device_count=1
 PLATFORM ?= cpu
 PYTEST := JAX_PLATFORMS=$(PLATFORM) $(BIN)/python -m pytest
 
-.PHONY: demo test lint lossless exact exact-smollm2 test-kernels test-aot parity bench-decode bench-verify clean
+.PHONY: demo test lint lossless exact exact-smollm2 test-plans test-kernels test-aot parity bench-decode bench-verify clean
 
 demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
 	$(BIN)/python -m experiments.generate --out out/demo
@@ -34,6 +34,9 @@ exact: .venv/ready  ## Every rule of verification, by enumeration and by statist
 
 exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (long).
 	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics_smollm2.py
+
+test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipeline (long).
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_mesh_training.py
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
 	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_kernels.py tests/test_attention_reference.py

@@ -16,11 +16,11 @@ LAYERS = 3
 RECIPE = distill.Recipe(
     draft_vocab=8192,
     length=256,
-    batch=8,
+    batch=4,
     steps=2000,
     warm_up=100,
-    rate=1e-3,
-    every=200,
+    rate=7e-4,
+    every=400,
     evaluated=48,
 )
 
