@@ -23,6 +23,7 @@ class LayerKV(NamedTuple):
     v_BNKA: jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What every block of one forward pass shares.
@@ -39,7 +40,7 @@ class Context:
     sin_BNa: jax.Array
     mask_BNM: jax.Array
     length_B: jax.Array
-    kernel: Implementation | None
+    kernel: Implementation | None = dataclasses.field(metadata={"static": True})
 
 
 class Attention(nnx.Module):

@@ -147,6 +147,7 @@ def sharded_sums(
         "remat": remat,
         "scan": scan,
         "weights_of": weights_of,
+        "prefetch": plan.prefetch and scan,
         "policy": _keep_no_weights if whole_block and not remat else None,
     }
 

@@ -39,6 +39,8 @@ class Plan:
             step's forward pass.
         bucket: gather and scatter each weight alone ("leaf"), or all weights of a block in one
             collective ("block").
+        prefetch: in a scanned stack, carry the next block's weights in the loop, gathered beside
+            this block's products; see `parallel.prefetch`.
         when: reduce gradients over `data` once at the "end", or after "each" micro-batch.
         order: the reductions of different weights are left to the compiler ("free"; XLA:CPU merges
             them into one), or each waits for the one before ("chained"), last weights first.
@@ -52,6 +54,7 @@ class Plan:
     row: Overlap = PLAIN
     zero: Literal[1, 2, 3] = 3
     bucket: Literal["leaf", "block"] = "leaf"
+    prefetch: bool = False
     when: Literal["end", "each"] = "end"
     order: Literal["free", "chained"] = "free"
     schedule: Literal["gpipe", "1f1b"] = "gpipe"
@@ -61,6 +64,7 @@ class Plan:
         for name, allowed in (
             ("zero", (1, 2, 3)),
             ("bucket", ("leaf", "block")),
+            ("prefetch", (False, True)),
             ("when", ("end", "each")),
             ("order", ("free", "chained")),
             ("schedule", ("gpipe", "1f1b")),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from parallel.comm import LOCAL, Comm
+from parallel.prefetch import run_prefetched
 
 
 class Params(NamedTuple):
@@ -35,7 +36,8 @@ class Stages:
 
     Attributes:
         embed: `(outer, batch, comm) -> x_BTD`.
-        context: `(batch) -> ctx`, what all blocks share (rotary tables, mask); no weights in it.
+        context: `(batch) -> ctx`, what all blocks share (rotary tables, mask), a pytree; no
+            weights in it.
         block: `(block, x_BTD, ctx, comm) -> (x_BTD, extra)`, one block's weights without the L
             axis; `extra` is what inference wants of a block (its keys and values).
         head: `(outer, x_BTD, comm) -> logits_BTV`.
@@ -86,6 +88,7 @@ def run_blocks(
     scan: bool = False,
     weights_of: Callable[[Any], Any] = lambda block: block,
     policy: Callable[..., bool] | None = None,
+    prefetch: bool = False,
 ) -> jax.Array:
     """Runs blocks one after the other.
 
@@ -101,7 +104,14 @@ def run_blocks(
             grows with L, and nothing can be moved from one block into another.
         weights_of: makes a block's weights from what is kept of them, such as shards.
         policy: what of a block is kept for the backward pass, instead of everything (None).
+        prefetch: with `scan`, see `parallel.prefetch`; what is kept is then each block's input.
     """
+    if scan and prefetch:
+
+        def alone(weights: Any, x: jax.Array, ctx: Any) -> jax.Array:
+            return stages.block(weights, x, ctx, comm)[0]
+
+        return run_prefetched(alone, weights_of, blocks, x, ctx)
 
     def block(x: jax.Array, kept: Any) -> tuple[jax.Array, None]:
         return stages.block(weights_of(kept), x, ctx, comm)[0], None

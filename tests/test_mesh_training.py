@@ -40,6 +40,12 @@ CASES = {
         ),
         {"remat": True, "scan": True},
     ),
+    "zero 3, fetched ahead": ({"fsdp": 4}, Plan(prefetch=True), {"scan": True}),
+    "fsdp x tensor, fetched ahead": (
+        {"fsdp": 2, "tensor": 2},
+        Plan(prefetch=True, bucket="block"),
+        {"scan": True, "accumulate": 2},
+    ),
     "hybrid sharded": ({"data": 2, "fsdp": 2}, Plan(bucket="block"), {"remat": True}),
     "tensor": ({"tensor": 2}, Plan(), {}),
     "data x tensor": (
@@ -203,6 +209,7 @@ def sampled_plans(count):
             row=one_of(overlaps) if "tensor" in sizes else overlaps[0],
             zero=one_of([1, 2, 3]),
             bucket=one_of(["leaf", "block"]),
+            prefetch=one_of([False, True]),
             when=one_of(["end", "each"]),
             order=one_of(["free", "chained"]),
             schedule=one_of(["gpipe", "1f1b"]),

@@ -122,13 +122,29 @@ def gathers_in(jaxpr):
             yield from gathers_in(inner)
 
 
-@pytest.mark.parametrize("how", [{}, {"remat": True}, {"scan": True}], ids=str)
+def loops(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from loops(inner)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"remat": True}, {"scan": True}, {"scan": True, "prefetch": True}], ids=str
+)
 def test_a_gather_of_weights_waits_for_no_product(model, how):
     """The next block's weights can be fetched while this one is computed."""
     mesh, optimizer = mesh_of({"fsdp": 2}), optax.sgd(0.1)
-    step = make_train_step(llama_stages(model.config), optimizer, mesh, Plan(), **how)
+    how = dict(how)
+    plan = Plan(prefetch=how.pop("prefetch", False))
+    step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
     traced = step.trace(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
     found = list(gathers_in(traced.jaxpr.jaxpr))
     assert len(found) > 10
+    if how.get("scan"):  # what a loop carries was gathered by the iteration before
+        bodies = [eqn.params["jaxpr"].jaxpr for eqn in loops(traced.jaxpr.jaxpr)]
+        carried = [body for body in bodies if any(v.aval.shape == (48, 6, 8) for v in body.outvars)]
+        assert bool(carried) == plan.prefetch
     for before in found:
         assert not [eqn for eqn in before if eqn.primitive.name in ("dot_general", "scan")]

@@ -1,7 +1,8 @@
-"""HO-30, one device: what is killed and resumed ends with the same bits."""
+"""HO-30: what is killed and resumed ends with the same bits, on another mesh with the same curve."""
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from experiments.loop import LoopConfig, fit
 from models.stages import llama_stages, split
 from parallel.train import init_state, make_train_step
 from tests import processes, toys, training_job
+from tests.test_mesh_training import mesh_of
 
 
 def losses(folder):
@@ -63,6 +65,29 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(tmp_path):
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert losses(tmp_path / "parts")[4:] == losses(tmp_path / "whole")[4:]
+
+
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory):
+    """Four steps on fsdp 4, and the unbroken eight."""
+    folder = tmp_path_factory.mktemp("fsdp4")
+    training_job.train(folder / "part", 4, 4, mesh_of({"fsdp": 4}))
+    return folder / "part", training_job.train(folder / "whole", 8, 4, mesh_of({"fsdp": 4}))
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2}, {}, {"data": 2, "tensor": 2}], ids=str)
+def test_resumed_on_another_mesh(four_steps, tmp_path, sizes):
+    """Losses of steps 5 to 8, weights and moments; the same bits on the same mesh."""
+    part, whole = four_steps
+    shutil.copytree(part, tmp_path / "run")
+    mesh = mesh_of(sizes) if sizes else None
+    state = training_job.train(tmp_path / "run", 8, 4, mesh)
+    tolerance = 0 if sizes == {"fsdp": 4} else 2e-6
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=tolerance)
+    wanted = [loss for _, loss in losses(part.parent / "whole")]
+    found = [loss for _, loss in losses(tmp_path / "run")]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6 if tolerance else 0)
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
