@@ -3,10 +3,12 @@
 Tensor parallelism with a split sequence gathers tokens before a column product and sums partial
 results after a row product, on the critical path (Korthikanti et al. 2022, arXiv 2205.05198). Cut
 into pieces, a piece is on its way while another is multiplied (Wang et al., ASPLOS 2023; the
-workload dimension of Centauri). Three ways under one signature:
+workload dimension of Centauri). Four ways under one signature:
 
 * plain: one collective, one product.
-* chunked: k collectives, each beside the product of the chunk before or after it.
+* tokens: k collectives, each of some of every device's tokens, beside the product of others.
+* features: k collectives, each of a part of the features: those that a column product contracts
+  (its partial products are added), those that a row product gives.
 * ring: as many permutations as there are other devices, a product for each shard that passes.
 
 The backward pass is planned too: the gradient of the input comes first, since the layer before
@@ -16,7 +18,7 @@ waits for it; the gradient of the weights fills the gaps.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import jax
@@ -25,29 +27,27 @@ from jax import lax
 
 from parallel.comm import contract
 
-# Tokens [B, t, ...] -> their products [B, t, ...].
-Product = Callable[[jax.Array], jax.Array]
-
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How a product and its collective are carried out; its text is "plain", "chunked/4", "ring".
+    """How a product and its collective are carried out; its text is "plain", "tokens/4", "ring".
 
     Attributes:
         kind: see the module.
-        chunks: pieces of this device's tokens; more than 1 for "chunked" only.
+        chunks: pieces; more than 1 for "tokens" and "features" only.
     """
 
-    kind: Literal["plain", "chunked", "ring"]
+    kind: Literal["plain", "tokens", "features", "ring"]
     chunks: int = 1
 
     def __post_init__(self) -> None:
         """Refuses unknown ways, and chunks where there are none."""
-        if self.kind not in ("plain", "chunked", "ring"):
-            raise ValueError(f"Overlap {self.kind!r}: choose plain, chunked or ring.")
-        if (self.chunks > 1) != (self.kind == "chunked"):
+        if self.kind not in ("plain", "tokens", "features", "ring"):
+            raise ValueError(f"Overlap {self.kind!r}: choose plain, tokens, features or ring.")
+        if (self.chunks > 1) != (self.kind in ("tokens", "features")):
             raise ValueError(
-                f"Overlap {self.kind} in {self.chunks} chunks: chunked takes 2 or more, others 1."
+                f"Overlap {self.kind} in {self.chunks} chunks: tokens and features take 2 or more, "
+                "the others 1."
             )
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Overlap:
         """
         found = re.fullmatch(r"(\w+)(?:/(\d+))?", text)
         if found is None:
-            raise ValueError(f"Overlap {text!r}: write plain, chunked/4 or ring.")
+            raise ValueError(f"Overlap {text!r}: write plain, tokens/4, features/4 or ring.")
         return cls(found[1], int(found[2] or 1))  # type: ignore[arg-type]
 
 
@@ -84,11 +84,7 @@ def gather_matmul(
     Returns:
         For each weight [B, T, *out], T = t times the devices.
     """
-    return _gathered(x, [_by(w) for w in weights], name, how)
-
-
-def _by(w: jax.Array) -> Product:
-    return lambda x: contract(x, w, 1)
+    return _gathered(x, weights, name, how)
 
 
 def _gather_forward(
@@ -106,13 +102,9 @@ def _gather_backward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, weights = kept
 
-    def dx_of(*dys: jax.Array) -> jax.Array:
-        pairs = zip(dys, weights, strict=True)
-        parts = [contract(each, _turned(w, 1), w.ndim - 1) for each, w in pairs]
-        return functools.reduce(jnp.add, parts)
-
-    dx = _scattered(dy, dx_of, name, how)
-    (whole,) = _gathered(x, [lambda x: x], name, how)
+    turned = [(each, _turned(w, 1)) for each, w in zip(dy, weights, strict=True)]
+    dx = _scattered(turned, name, how)
+    (whole,) = _gathered(x, [None], name, how)
     return dx, tuple(_outer(whole, each) for each in dy)
 
 
@@ -135,7 +127,7 @@ def matmul_scatter(h: jax.Array, w: jax.Array, name: str, how: Overlap) -> jax.A
     Raises:
         ValueError: if T does not divide.
     """
-    return _scattered((h,), lambda h: contract(h, w, w.ndim - 1), name, how)
+    return _scattered([(h, w)], name, how)
 
 
 def _scatter_forward(
@@ -149,7 +141,7 @@ def _scatter_backward(
 ) -> tuple[jax.Array, jax.Array]:
     h, w = kept
     # One round of communication serves both gradients.
-    dh, whole = _gathered(dy, [_by(_turned(w, w.ndim - 1)), lambda dy: dy], name, how)
+    dh, whole = _gathered(dy, [_turned(w, w.ndim - 1), None], name, how)
     return dh, _outer(h, whole)
 
 
@@ -169,27 +161,47 @@ def _outer(x: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def _gathered(
-    x: jax.Array, products: Sequence[Product], name: str, how: Overlap
+    x: jax.Array, weights: Sequence[jax.Array | None], name: str, how: Overlap
 ) -> tuple[jax.Array, ...]:
-    """Applies token-wise products to the tokens of all devices, in order of the devices."""
+    """Multiplies the tokens of all devices, in their order, with weights (None: as they are)."""
     g = lax.axis_size(name)
     if how.kind == "ring":
         me, shard, found = lax.axis_index(name), x, []
         ring = [(i, (i + 1) % g) for i in range(g)]
         for step in range(g):
             passed = lax.ppermute(shard, name, ring) if step < g - 1 else shard
-            found.append([product(shard) for product in products])
+            found.append([_times(shard, w) for w in weights])
             shard = passed
         # Shard i was here in step (me - i) mod g.
         order = (me - jnp.arange(g, dtype=jnp.int32)) % g
         stacked = [jnp.stack(each, axis=1)[:, order] for each in zip(*found, strict=True)]
         return tuple(_joined(each) for each in stacked)
+    if how.kind == "features":
+        parts = _cut(x, how.chunks, 2)
+        rows = [_cut(w, how.chunks, 0) if w is not None else [None] * len(parts) for w in weights]
+        wholes = [lax.all_gather(part, name, axis=1, tiled=True) for part in parts]
+        products = [
+            [_times(whole, w) for whole, w in zip(wholes, mine, strict=True)] for mine in rows
+        ]
+        return tuple(
+            jnp.concatenate(each, 2) if w is None else functools.reduce(jnp.add, each)
+            for w, each in zip(weights, products, strict=True)
+        )
     pieces = []
-    for part in jnp.array_split(x, min(how.chunks, x.shape[1]), axis=1):
+    for part in _cut(x, how.chunks, 1):
         whole = lax.all_gather(part, name, axis=1, tiled=True)
-        outs = [product(whole) for product in products]
+        outs = [_times(whole, w) for w in weights]
         pieces.append([out.reshape(out.shape[0], g, -1, *out.shape[2:]) for out in outs])
     return tuple(_joined(jnp.concatenate(each, 2)) for each in zip(*pieces, strict=True))
+
+
+def _times(x: jax.Array, w: jax.Array | None) -> jax.Array:
+    return x if w is None else contract(x, w, 1)
+
+
+def _cut(x: jax.Array, chunks: int, axis: int) -> list[jax.Array]:
+    """Cuts into pieces that differ by one entry at most; never more pieces than entries."""
+    return jnp.array_split(x, min(chunks, x.shape[axis]), axis)
 
 
 def _joined(by_shard: jax.Array) -> jax.Array:
@@ -197,33 +209,38 @@ def _joined(by_shard: jax.Array) -> jax.Array:
     return by_shard.reshape(by_shard.shape[0], -1, *by_shard.shape[3:])
 
 
-def _scattered(
-    inputs: tuple[jax.Array, ...],
-    product: Callable[..., jax.Array],
-    name: str,
-    how: Overlap,
-) -> jax.Array:
-    """Applies a token-wise product of several inputs, sums over devices, keeps the own shard."""
-    g, T = lax.axis_size(name), inputs[0].shape[1]
+def _scattered(pairs: Sequence[tuple[jax.Array, jax.Array]], name: str, how: Overlap) -> jax.Array:
+    """Adds the products of inputs [B, T, *in] and weights [*in, D] over devices; own tokens."""
+    g, T = lax.axis_size(name), pairs[0][0].shape[1]
     if T % g:
         raise ValueError(
             f"{T} tokens do not divide among the {g} devices of {name!r}: change the length."
         )
+
+    def product(inputs: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
+        parts = [contract(x, w, w.ndim - 1) for x, w in zip(inputs, weights, strict=True)]
+        return functools.reduce(jnp.add, parts)
+
+    def scatter(out: jax.Array) -> jax.Array:
+        return lax.psum_scatter(out, name, scatter_dimension=1, tiled=True)
+
+    inputs, weights = ([*each] for each in zip(*pairs, strict=True))
+    if how.kind == "features":
+        columns = zip(*(_cut(w, how.chunks, w.ndim - 1) for w in weights), strict=True)
+        return jnp.concatenate([scatter(product(inputs, part)) for part in columns], axis=2)
     by_shard = [x.reshape(x.shape[0], g, T // g, *x.shape[2:]) for x in inputs]
     if how.kind == "ring":
         me = lax.axis_index(name)
         ring = [(i, (i + 1) % g) for i in range(g)]
 
         def partial(shard: jax.Array) -> jax.Array:
-            return product(*(x[:, shard] for x in by_shard))
+            return product([x[:, shard] for x in by_shard], weights)
 
         total = partial((me - 1) % g)
         for step in range(1, g):
             total = lax.ppermute(total, name, ring) + partial((me - 1 - step) % g)
         return total
-    pieces = []
-    chunks = min(how.chunks, T // g)
-    for parts in zip(*(jnp.array_split(x, chunks, axis=2) for x in by_shard), strict=True):
-        out = product(*(_joined(part) for part in parts))
-        pieces.append(lax.psum_scatter(out, name, scatter_dimension=1, tiled=True))
-    return jnp.concatenate(pieces, axis=1)
+    pieces = zip(*(_cut(x, how.chunks, 2) for x in by_shard), strict=True)
+    return jnp.concatenate(
+        [scatter(product([_joined(x) for x in part], weights)) for part in pieces], axis=1
+    )

@@ -50,12 +50,12 @@ CASES = {
     "tensor": ({"tensor": 2}, Plan(), {}),
     "data x tensor": (
         {"data": 2, "tensor": 2},
-        Plan(column=Overlap.parse("ring"), row=Overlap.parse("chunked/2")),
+        Plan(column=Overlap.parse("ring"), row=Overlap.parse("tokens/2")),
         {},
     ),
     "fsdp x tensor": (
         {"fsdp": 2, "tensor": 2},
-        Plan(column=Overlap.parse("chunked/3"), row=Overlap.parse("ring")),
+        Plan(column=Overlap.parse("tokens/3"), row=Overlap.parse("features/2")),
         {"scan": True},
     ),
     "pipe, gpipe": ({"pipe": 4}, Plan(), {"accumulate": 4}),
@@ -189,7 +189,9 @@ def sampled_plans(count):
     def one_of(values):
         return values[rng.integers(len(values))]
 
-    overlaps = [Overlap.parse(text) for text in ("plain", "chunked/2", "chunked/3", "ring")]
+    overlaps = [
+        Overlap.parse(text) for text in ("plain", "tokens/2", "features/4", "tokens/3", "ring")
+    ]
     meshes = [
         {"data": 4},
         {"host": 2, "data": 2},

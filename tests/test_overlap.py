@@ -10,7 +10,7 @@ from parallel.overlap import Overlap, gather_matmul, matmul_scatter
 from tests import toys
 from tests.test_collectives import mesh_of
 
-WAYS = [Overlap.parse(text) for text in ("plain", "chunked/2", "chunked/3", "ring")]
+WAYS = [Overlap.parse(text) for text in ("plain", "tokens/2", "features/4", "tokens/3", "ring")]
 B, D = 2, 6
 
 
@@ -94,8 +94,8 @@ def test_tokens_that_do_not_divide_are_refused():
     ("text", "words"),
     [
         ("spiral", "choose plain"),
-        ("ring/2", "chunked takes 2"),
-        ("chunked", "2 or more"),
+        ("ring/2", "take 2 or more"),
+        ("tokens", "2 or more"),
         ("/", "write"),
     ],
 )

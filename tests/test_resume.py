@@ -1,4 +1,4 @@
-"""HO-30: what is killed and resumed ends with the same bits, on another mesh with the same curve."""
+"""HO-30: what is killed and resumed ends with the same bits; on another mesh, with one curve."""
 
 import csv
 import os
@@ -84,7 +84,7 @@ def test_resumed_on_another_mesh(four_steps, tmp_path, sizes):
     state = training_job.train(tmp_path / "run", 8, 4, mesh)
     tolerance = 0 if sizes == {"fsdp": 4} else 2e-6
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=tolerance)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=5 * tolerance, atol=tolerance)
     wanted = [loss for _, loss in losses(part.parent / "whole")]
     found = [loss for _, loss in losses(tmp_path / "run")]
     np.testing.assert_allclose(found, wanted, rtol=1e-6 if tolerance else 0)
