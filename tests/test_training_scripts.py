@@ -13,8 +13,8 @@ from tests import processes, toys
 from tests.test_tokenizer import CHATML, byte_level, write_folder
 
 
-def run(script, *flags):
-    done = processes.python("-m", f"experiments.{script}", *flags)
+def run(script, *flags, **environment):
+    done = processes.python("-m", f"experiments.{script}", *flags, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -104,8 +104,12 @@ def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
 
 
 def test_the_code_pair(tmp_path):
-    """A tokenizer, a target, a drafter that it teaches, a text that both write."""
-    run("train", "--config=code_target", "--smoke", f"--out={tmp_path / 'target'}")
+    """A tokenizer, a target (on two devices, by a plan), a drafter that it teaches, a text."""
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"bucket": "block", "gather": "ring_gather(fsdp)"}')
+    flags = ("--config=code_target", "--smoke", f"--out={tmp_path / 'target'}")
+    two = processes.one_device()["XLA_FLAGS"].replace("device_count=1", "device_count=2")
+    run("train", *flags, "--mesh=fsdp=2", f"--plan={plan}", XLA_FLAGS=two)
     model = tmp_path / "target" / "model"
     flags = ("--config=code_drafter", "--smoke", f"--target={model}")
     run("train", *flags, f"--out={tmp_path / 'drafter'}")
@@ -125,6 +129,9 @@ def test_the_code_pair(tmp_path):
     [
         (("--data=music:bach",), "write text:SOURCE or answers:PATH"),
         (("--init=nowhere.safetensors",), "nowhere.safetensors cannot be read"),
+        (("--mesh=data=3",), "has 3 devices, there are 1"),
+        (("--mesh=rows",), "write data=2,fsdp=4"),
+        (("--num_processes=2",), "give all three, or none"),
     ],
 )
 def test_bad_flags(target, tmp_path, flags, words):
