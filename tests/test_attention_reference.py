@@ -179,9 +179,3 @@ def test_arrays_that_do_not_fit_are_refused(argument, words):
         args[argument] = args[argument][:, :, :1]
     with pytest.raises(ValueError, match=words):
         tree_attention(*args)
-
-
-def test_a_mask_that_is_not_bool_is_refused():
-    args = list(inputs(np.random.default_rng(4), 3, 5, 16, 6, 2))
-    with pytest.raises(ValueError, match="int32, wanted bool"):
-        tree_attention(*args[:6], args[6].astype(jnp.int32))
