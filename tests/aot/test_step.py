@@ -79,14 +79,25 @@ def build(devices, kernel):
 
 
 def nodes_by_slots(text):
-    """Arrays with both axes side by side: scores, or a mask as long as the cache."""
-    return re.findall(rf"\w+\[(?:\d+,)*{N},{S}(?:,\d+)*\]", text)
+    """Arrays with both axes side by side, in either order: scores, or a mask as long."""
+    return re.findall(rf"\w+\[(?:\d+,)*(?:{N},{S}|{S},{N})(?:,\d+)*\]", text)
 
 
 def copies_of_the_cache(text, heads):
-    """Copies and transpositions of as many elements as a layer's keys, whatever their shape."""
-    found = re.findall(r"= \(?\w+\[([\d,]+)\][^=]* (copy|copy-start|transpose)\(", text)
-    return [each for each in found if math.prod(map(int, each[0].split(","))) == heads * S * 128]
+    """Copies and transpositions of as many elements as a layer's keys, whatever their shape.
+
+    But for asynchronous moves between a TPU's memories (S(1) is VMEM) that keep the layout.
+    """
+    array = r"\w+\[([\d,]+)\](\{[^}]*\})?"
+    found = []
+    for line in text.splitlines():
+        made = re.search(rf"= \(?{array}[^=]* (copy|copy-start|transpose)\(", line)
+        if made is None or math.prod(map(int, made[1].split(","))) != heads * S * 128:
+            continue
+        layouts = {re.sub(r"S\(\d\)", "", each[1]) for each in re.findall(array, line)[:2]}
+        if made[3] != "copy-start" or len(layouts) > 1:
+            found.append(line.strip()[:120])
+    return found
 
 
 def check(text, call, heads):
