@@ -39,7 +39,7 @@ test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipelin
 	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_mesh_training.py
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_kernels.py tests/test_attention_reference.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_*.py
 
 test-aot: .venv/ready-aot  ## Kernels and a whole step compiled for TPUs and GPUs that are not here.
 	$(PYTEST) -q -m aot tests/aot

@@ -8,8 +8,9 @@ outside (see gpu.py): fetching, waiting, masks, splits and their combination are
 """
 
 import dataclasses
+import functools
 import itertools
-from types import SimpleNamespace
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.experimental import checkify
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention import _has_hopper, block_sizes, gpu, tree_attention
+from pallas_kernels.tree_attention import block_sizes, gpu, tpu, tree_attention
 from pallas_kernels.tree_attention.block_sizes import Blocks
 from tests import toys
 from tests.test_attention_reference import dense, inputs
@@ -271,106 +271,36 @@ def test_one_mask_for_all_rows(attend):
     assert_right(attend(*args, mask), (*args, jnp.broadcast_to(mask, (3, 5, 5))))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "A", "dtype", "words"),
-    [
-        ("tpu", 16, jnp.float32, "heads of 16: the TPU kernel takes"),
-        ("tpu", 64, jnp.float16, "float16 queries"),
-        ("gpu", 64, jnp.float32, "tf32"),
-        ("gpu", 16, jnp.bfloat16, "heads of 16: the GPU kernel takes"),
-        ("cuda", 64, jnp.float32, "choose reference or"),
-    ],
-)
-def test_an_explicit_choice_is_kept_or_refused(implementation, A, dtype, words):
-    args = arguments(3, 64, A, (6, 2), dtype)
-    with pytest.raises(ValueError, match=words):
-        tree_attention(*args, implementation=implementation)
+def launched_bytes(N, S, A, heads, dtype):
+    """VMEM of the blocks and scratch of the launch itself, two blocks in flight, 128 lanes."""
+    H, K = heads
+    shapes = [(1, N, H, A), (1, K, S, A), (1, K, S, A), (1, N, K, A), (1, N, K, A)]
+    q, k, v, tree_k, tree_v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    length = jax.ShapeDtypeStruct((1,), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, N, N), jnp.bool_)
+    run = functools.partial(tree_attention, implementation="tpu")
+    jaxpr = jax.make_jaxpr(run)(q, k, v, length, tree_k, tree_v, mask)
+    (call,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    grid = call.params["grid_mapping"]
+
+    def size(shape, dtype):
+        return math.prod(shape[:-1]) * -(-shape[-1] // 128) * 128 * dtype.itemsize
+
+    blocks = 0
+    for each in grid.block_mappings:
+        shape = [n.block_size for n in each.block_shape if hasattr(n, "block_size")]
+        blocks += 2 * size(shape, each.array_aval.dtype)
+    return blocks + sum(size(ref.shape, ref.dtype) for ref in grid.scratch_avals)
 
 
-def test_the_platform_decides_by_default():
-    """Lowered for a TPU the kernel, for a CPU the reference; where it does not fit, never."""
-    for case, kernel in (((3, 64, 64, (6, 2)), True), ((3, 64, 16, (6, 2)), False)):
-        args = arguments(*case)
-        for platform, expected in (("tpu", kernel), ("cpu", False)):
-            exported = jax.export.export(jax.jit(tree_attention), platforms=[platform])(*args)
-            assert ("tpu_custom_call" in exported.mlir_module()) == expected
-
-
-@pytest.mark.parametrize(
-    ("position", "change", "words"),
-    [
-        (0, lambda a: a[:, :, 0], r"q_BNHA has shape \(3, 3, 64\), wanted 4 axes"),
-        (0, lambda a: a[:, :0], "none empty"),
-        (0, lambda a: jnp.int32(a), "q_BNHA has dtype int32"),
-        (0, lambda a: a[:, :, :5], "5 query heads do not divide into 2"),
-        (1, lambda a: a[:, :, :, :8], "k_BKSA has shape"),
-        (2, lambda a: a.astype(jnp.bfloat16), "v_BKSA has dtype bfloat16, wanted float32"),
-        (3, lambda a: a.astype(jnp.int16), "length_B has dtype int16, wanted int32"),
-        (3, lambda a: a[:2], r"length_B has shape \(2,\)"),
-        (4, lambda a: a[:, :2], "3 queries for 2 tree nodes"),
-        (5, lambda a: a.astype(jnp.bfloat16), "tree_v_BMKA has dtype bfloat16"),
-        (6, lambda a: a.astype(jnp.int32), "mask_BNM is int32"),
-        (6, lambda a: a[0, 0], "wanted bool"),
-        (6, lambda a: a[:, :, :2], "M >= N"),
-        (7, lambda a: jnp.zeros(3, jnp.int32), r"table_BX has shape \(3,\), wanted \(3, 1\)"),
-        (7, lambda a: jnp.zeros((3, 0), jnp.int32), r"table_BX .*wanted \(3, 1\)"),
-    ],
-)
-def test_bad_arguments_are_refused(position, change, words):
-    """One error each, by name, before anything is computed."""
-    args = [*arguments(3, 64, 64, (6, 2)), None]
-    args[position] = change(args[position])
-    with pytest.raises(ValueError, match=words):
-        tree_attention(*args)
-
-
-def test_trees_beyond_the_kernels_width():
-    args = arguments(257, 64, 64, (1, 1))
-    with pytest.raises(ValueError, match="257 queries, 257 tree nodes: the kernels take 256"):
-        tree_attention(*args, implementation="tpu")
-    exported = jax.export.export(jax.jit(tree_attention), platforms=["tpu"])(*args)
-    assert "tpu_custom_call" not in exported.mlir_module()
-
-
-@pytest.mark.parametrize(("capability", "kernel"), [("8.0", False), ("9.0", True), ("10.0", False)])
-def test_the_gpu_kernel_is_hoppers(monkeypatch, capability, kernel):
-    """Its matrix instruction is in no other architecture: not on an A100, not on Blackwell."""
-    gpus = [SimpleNamespace(platform="gpu", compute_capability=capability)]
-    monkeypatch.setattr(jax, "devices", lambda: gpus)
-    assert _has_hopper() == kernel
-
-
-@pytest.mark.parametrize("ndim", [2, 3])
-def test_a_constant_mask_is_checked_under_jit_too(ndim):
-    args = arguments(3, 64, 64, (6, 2))[:6]
-    broken = np.tril(np.ones((3, 3, 3), bool))
-    broken[:, 2, 0] = False
-    mask = broken if ndim == 3 else broken[0]
-    with pytest.raises(ValueError, match="not closed under ancestors"):
-        jax.jit(lambda *args: tree_attention(*args, mask))(*args)
-
-
-def test_a_mask_that_forgets_an_ancestor_is_refused():
-    """Node 2 sees 1, which sees 0, but not 0: at trace time if constant, else when checked."""
-    args = list(arguments(3, 64, 64, (6, 2)))
-    broken = np.tril(np.ones((3, 3, 3), bool))
-    broken[1, 2, 0] = False
-    args[6] = jnp.asarray(broken)
-    with pytest.raises(ValueError, match="not closed under ancestors"):
-        tree_attention(*args)
-    checked = jax.jit(checkify.checkify(lambda *a: tree_attention(*a, checked=True)))
-    error, _ = checked(*args)
-    with pytest.raises(checkify.JaxRuntimeError, match="not closed under ancestors"):
-        error.throw()
-
-
-def test_lengths_and_tables_out_of_range_are_refused_when_checked():
-    args = list(arguments(3, 64, 64, (6, 2)))
-    checked = jax.jit(checkify.checkify(lambda *a: tree_attention(*a, checked=True)))
-    checked(*args)[0].throw()
-    args[3] = jnp.asarray([0, 65, 64], jnp.int32)
-    with pytest.raises(checkify.JaxRuntimeError, match=r"length_B = .*wanted 0\.\.64"):
-        checked(*args)[0].throw()
-    args[3] = jnp.asarray([0, 1, 64], jnp.int32)
-    with pytest.raises(checkify.JaxRuntimeError, match=r"(?s)table_BX = .*wanted 0\.\.2"):
-        checked(*args, jnp.asarray([[0], [1], [3]], jnp.int32))[0].throw()
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(9, 3), (32, 8), (8, 1)], ids=str)
+def test_memory_on_the_chip(heads, dtype):
+    """What a launch asks for does not grow with the cache, and `vmem_bytes` counts it all."""
+    for N, A in ((1, 64), (21, 128), (256, 256)):
+        short, long = (launched_bytes(N, S, A, heads, dtype) for S in (1024, 131072))
+        assert short == long
+        rows = N * heads[0] // heads[1]
+        counted = tpu.vmem_bytes(block_sizes.DEFAULT, rows, N, A, jnp.dtype(dtype))
+        scores = 3 * min(256, -(-rows // 16) * 16) * max(512, -(-N // 128) * 128) * 4
+        assert short <= counted <= short + scores + 2 * 256 * 128 * 4
