@@ -1,5 +1,6 @@
 """Real processes and real collectives (Gloo, loopback): one curve, clear ends, exact resumption."""
 
+import csv
 import signal
 import socket
 import subprocess
@@ -12,15 +13,18 @@ import pytest
 from tests import processes, training_job
 from tests.test_resume import losses
 
-TIMEOUT = 150
+TIMEOUT = 280
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def launched(folder, mesh, count, steps=training_job.STEPS):
     """Starts `count` processes of the training job, a device each."""
-    job = ("-m", "tests.training_job", str(folder), mesh)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    job, port = ("-m", "tests.training_job", str(folder), mesh), free_port()
     return [
         subprocess.Popen(
             [sys.executable, *job, f"localhost:{port}", str(count), str(number), str(steps)],
@@ -84,3 +88,42 @@ def test_the_death_of_one_ends_the_others(tmp_path):
     training_job.train(many, steps=reached + 4)
     training_job.train(alone, steps=reached + 4)
     close(losses(many), losses(alone))
+
+
+@pytest.mark.slow
+def test_a_drafter_trained_by_two_processes(tmp_path):
+    """The code pair's drafter, 60 steps, same data order: rank-1 success within 0.01."""
+    train = ("-m", "experiments.train")
+    done = processes.python(
+        *train, "--config=code_target", "--steps=40", f"--out={tmp_path / 'target'}"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    target = f"--target={tmp_path / 'target' / 'model'}"
+    job = (*train, "--config=code_drafter", "--steps=60", target)
+    done = processes.python(*job, f"--out={tmp_path / 'one'}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    many = (*job, f"--out={tmp_path / 'two'}", "--mesh=data=2", "--num_processes=2")
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, *many, f"--coordinator=localhost:{port}", f"--process_id={number}"],
+            cwd=processes.ROOT,
+            env=processes.one_device(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for status, errors in finished(running):
+        assert status == 0, errors[-2000:]
+    one, two = (scores(tmp_path / name) for name in ("one", "two"))
+    assert abs(one["rank_1"] - two["rank_1"]) <= 0.01
+    assert abs(one["tokens_per_step"] - two["tokens_per_step"]) <= 0.05
+    close(losses(tmp_path / "two"), losses(tmp_path / "one"))
+
+
+def scores(folder):
+    with (folder / "evaluation.csv").open(newline="") as file:
+        *_, last = csv.DictReader(file)
+    return {name: float(value) for name, value in last.items()}
