@@ -36,7 +36,7 @@ exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix
 	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics_smollm2.py
 
 test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipeline, a drafter (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_mesh_training.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_mesh_training.py tests/test_plans.py
 	$(PYTEST) -q -m slow tests/test_processes.py
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).

@@ -102,10 +102,15 @@ def define_flags() -> None:
     flags.DEFINE_string("coordinator", None, "host:port of process 0, if there are several.")
     flags.DEFINE_integer("num_processes", None, "Processes in all.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process.", lower_bound=0)
+    flags.DEFINE_bool("detect", False, "Find coordinator and numbers in the cluster's environment.")
+    flags.DEFINE_integer("accumulate", None, "Micro-batches of a step.", lower_bound=1)
+    flags.DEFINE_bool("remat", False, "Compute blocks again in the backward pass.")
+    flags.DEFINE_bool("scan", False, "One compiled block in a loop.")
+    flags.DEFINE_enum("dtype", None, ["bfloat16", "float16"], "Compute in this, not in float32.")
 
 
 def train(
-    job: Job, out: pathlib.Path, mesh: Mesh | None = None, plan: Plan | None = None
+    job: Job, out: pathlib.Path, mesh: Mesh | None = None, plan: Plan | None = None, **how: Any
 ) -> pathlib.Path | None:
     """Runs a job to its end and draws its curves.
 
@@ -114,14 +119,16 @@ def train(
         out: folder of the run, the same for all processes.
         mesh: see `make_train_step`.
         plan: see `make_train_step`.
+        **how: further arguments of `make_train_step`.
 
     Returns:
         What was exported; None in all processes but the first.
     """
-    step = make_train_step(job.stages, job.optimizer, mesh, plan, accumulate=job.accumulate)
-    state = init_state(job.params, job.optimizer, mesh)
-    state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare, mesh)
-    state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
+    step = make_train_step(job.stages, job.optimizer, mesh, plan, **how)
+    with launch.together():
+        state = init_state(job.params, job.optimizer, mesh)
+        state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare, mesh)
+        state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
     if jax.process_index():
         return None
     plot_curves(out / "curves.png", _columns(out / "train.csv"), _columns(out / "evaluation.csv"))
@@ -144,7 +151,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     out = pathlib.Path(args.out or f"out/train/{args.config}")
     try:
-        launch.start(args.coordinator, args.num_processes, args.process_id)
+        launch.start(args.coordinator, args.num_processes, args.process_id, args.detect)
         mesh = None if args.mesh is None else launch.make_mesh(launch.parse_mesh(args.mesh))
         if mesh is not None:
             launch.check_collectives(mesh)
@@ -152,14 +159,32 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"{jax.process_count()} processes need a --mesh, such as data=2.")
         plan = None
         if args.plan is not None:
-            plan = Plan.from_json(pathlib.Path(args.plan).read_text(encoding="utf-8"))
+            plan = Plan.from_json(_text(args.plan))
         module = importlib.import_module(f"experiments.configs.{args.config}")
         asked = Arguments(args.target, tuple(args.data), args.init, args.steps, args.smoke, out)
-        exported = train(module.build(asked), out, mesh, plan)
+        with launch.first_process_first():  # it makes tokenizers and features, the others read
+            job = module.build(asked)
+        exported = train(
+            job,
+            out,
+            mesh,
+            plan,
+            accumulate=args.accumulate or job.accumulate,
+            remat=args.remat,
+            scan=args.scan,
+            compute_dtype=args.dtype,
+        )
         if exported is not None:
             print(f"wrote {exported}, {out}/train.csv, curves.png")
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         sys.exit(f"Error: {error}")
+
+
+def _text(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--plan {path} cannot be read ({error}): give a JSON file.") from error
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ class Layout:
 
         return jax.tree.map(leaf, params, self.specs)
 
-    def whole(self, shards: Any, specs: Any) -> Any:
-        """Gathers weights over `fsdp` in the compute dtype; gradients come back as shards."""
+    def whole(self, shards: Any, specs: Any, dtype: jax.typing.DTypeLike | None) -> Any:
+        """Gathers weights over `fsdp`, cast to `dtype` first; gradients come back as shards."""
         leaves = jax.tree.leaves(shards)
         axes = [_fsdp_axis(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
-        plan, dtype = self.plan, self.compute_dtype
+        plan = self.plan
         if plan.bucket == "block":
             out = _gather_together(tuple(leaves), tuple(axes), plan, dtype)
         else:
@@ -133,21 +133,26 @@ def sharded_sums(
     block_specs = jax.tree.map(
         lambda spec: PartitionSpec(*spec[1:]), layout.specs.blocks, is_leaf=_is_spec
     )
-    ready = layout.whole(params, layout.specs) if gather_all else params
+    # Gathered at once they keep their dtype, so that their gradients add up in it.
+    ready = layout.whole(params, layout.specs, None) if gather_all else params
+    dtype = layout.compute_dtype
+
+    def cast(tree: Any) -> Any:
+        return tree if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
     def weights_of(block: Any) -> Any:
-        return layout.whole(block, block_specs) if not gather_all else block
+        return cast(block) if gather_all else layout.whole(block, block_specs, dtype)
 
     def outer_of(params: Params) -> Params:
-        if gather_all:
-            return params
-        return Params(layout.whole(params.outer, layout.specs.outer), params.blocks)
+        outer, specs = params.outer, layout.specs.outer
+        outer = cast(outer) if gather_all else layout.whole(outer, specs, dtype)
+        return Params(outer, params.blocks)
 
     how: dict[str, Any] = {
         "remat": remat,
         "scan": scan,
         "weights_of": weights_of,
-        "prefetch": plan.prefetch and scan,
+        "prefetch": plan.prefetch,
         "policy": _keep_no_weights if whole_block and not remat else None,
     }
 
@@ -168,7 +173,7 @@ def sharded_sums(
         (loss, weight), gradient = jax.value_and_grad(loss_sum, has_aux=True)(ready, part)
         if gather_all and plan.zero == 2:
             gradient = layout.shards(gradient, layout.specs)
-        if plan.when == "each" and not (gather_all and plan.zero == 1):
+        if plan.when == "each":
             gradient = layout.reduced(gradient, every)
         return loss, weight, gradient
 
@@ -184,7 +189,7 @@ def sharded_sums(
         (loss, weight, gradient), _ = lax.scan(body, zero, micro)
     if gather_all and plan.zero == 1:
         gradient = layout.shards(gradient, layout.specs)
-    if plan.when == "end" or (gather_all and plan.zero == 1):
+    if plan.when == "end":
         gradient = layout.reduced(gradient, every)
     batch_axes = tuple(axis for axis in BATCH if axis in layout.sizes)
     if batch_axes:

@@ -40,7 +40,8 @@ class Plan:
         bucket: gather and scatter each weight alone ("leaf"), or all weights of a block in one
             collective ("block").
         prefetch: in a scanned stack, carry the next block's weights in the loop, gathered beside
-            this block's products; see `parallel.prefetch`.
+            this block's products, forward and backward; see `parallel.prefetch`. Without it the
+            backward gather of an unrolled block stands behind JAX's recomputation barrier.
         when: reduce gradients over `data` once at the "end", or after "each" micro-batch.
         order: the reductions of different weights are left to the compiler ("free"; XLA:CPU merges
             them into one), or each waits for the one before ("chained"), last weights first.
@@ -72,15 +73,30 @@ class Plan:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Plan: {name} = {getattr(self, name)!r}: choose of {allowed}.")
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Refuses compositions that are not those of this mesh.
+    def check(self, sizes: Mapping[str, int], scan: bool) -> None:
+        """Refuses compositions that are not those of this mesh, and what nothing would read.
 
         Args:
             sizes: devices along each mesh axis.
+            scan: whether blocks are scanned.
 
         Raises:
             ValueError: naming the site and what is wrong with it.
         """
+        base, sharded = Plan(), "fsdp" in sizes
+        for site, fits, needs in (
+            ("column", "tensor" in sizes, "a mesh with the axis tensor"),
+            ("row", "tensor" in sizes, "a mesh with the axis tensor"),
+            ("schedule", "pipe" in sizes, "a mesh with the axis pipe"),
+            ("zero", sharded, "a mesh with the axis fsdp"),
+            ("bucket", sharded and self.zero == 3, "the axis fsdp and zero = 3"),
+            ("prefetch", sharded and self.zero == 3 and scan, "fsdp, zero = 3 and scanned blocks"),
+            ("when", "pipe" not in sizes and self.zero != 1, "no pipeline and zero = 2 or 3"),
+        ):
+            if getattr(self, site) != getattr(base, site) and not fits:
+                raise ValueError(f"Plan: {site} = {getattr(self, site)} needs {needs}.")
+        if self.zero == 2 and "pipe" in sizes:
+            raise ValueError("Plan: zero = 2 in a pipeline keeps what zero = 1 keeps: say 1 or 3.")
         over = tuple(axis for axis in ("host", "data") if axis in sizes)
         for site, kind, axes in (
             ("gather", "all_gather", ("fsdp",)),
@@ -133,6 +149,9 @@ class Plan:
             raise ValueError(f"No plan: {error}.") from error
         for site, value in raw.items():
             try:
+                texts = ("gather", "scatter", "reduce", "column", "row")
+                if site in texts and not isinstance(value, str | None):
+                    raise ValueError(f"{value!r} is no text")
                 if site in ("gather", "scatter", "reduce") and value is not None:
                     raw[site] = Composition.parse(value)
                 elif site in ("column", "row"):

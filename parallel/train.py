@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from parallel.comm import LOCAL
 from parallel.hybrid import Layout, sharded_sums
+from parallel.launch import placed
 from parallel.plan import AXES, BATCH, Plan
 from parallel.sharding import shardings, training_specs
 from parallel.stages import Params, Stages, forward_loss
@@ -74,10 +76,17 @@ def init_state(
     Raises:
         ValueError: if a weight does not divide over the mesh.
     """
-    params = jax.tree.map(jnp.copy, params)
     zero = jnp.zeros((), jnp.int32)
-    state = TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
-    return state if mesh is None else jax.device_put(state, state_shardings(state, optimizer, mesh))
+    if mesh is None:
+        params = jax.tree.map(jnp.copy, params)
+        return TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
+    # Moments are made where they stay: no device ever holds all of them.
+    shapes = TrainState(params, jax.eval_shape(optimizer.init, params), zero, zero)
+    where = state_shardings(shapes, optimizer, mesh)
+    params = jax.tree.map(lambda leaf, to: placed(leaf, mesh, to.spec), params, where.params)
+    opt_state = jax.jit(optimizer.init, out_shardings=where.opt_state)(params)
+    counters = [placed(np.zeros((), np.int32), mesh, PartitionSpec()) for _ in range(2)]
+    return TrainState(params, opt_state, *counters)
 
 
 def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
@@ -92,13 +101,15 @@ def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, 
     everywhere = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, where: where,
+        # Weights that an optimiser leaves alone have no moments.
+        lambda leaf, where: leaf if isinstance(leaf, optax.MaskedNode) else where,
         state.opt_state,
         weights,
         transform_non_params=lambda _: everywhere,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    placed: Any = TrainState(weights, moments, everywhere, everywhere)  # type: ignore[arg-type]
-    return placed
+    out: Any = TrainState(weights, moments, everywhere, everywhere)  # type: ignore[arg-type]
+    return out
 
 
 def make_train_step(
@@ -142,7 +153,7 @@ def make_train_step(
     if not set(sizes) <= set(AXES):
         raise ValueError(f"Mesh axes {tuple(sizes)}: choose of {AXES}.")
     plan = plan or Plan()
-    plan.check(sizes)
+    plan.check(sizes, scan)
     devices = math.prod(sizes.get(axis, 1) for axis in BATCH)
     if accumulate < 1:
         raise ValueError(f"accumulate = {accumulate} must be at least 1.")

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from parallel import launch
 from tests import processes, training_job
 from tests.test_resume import losses
 
@@ -70,24 +71,52 @@ def test_many_processes_give_one_curve(tmp_path, alone, mesh, count):
     close(losses(tmp_path), alone)
 
 
-def test_the_death_of_one_ends_the_others(tmp_path):
-    """Killed after a checkpoint; the other says why it ends; one device goes on exactly."""
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_one_ends_the_others(tmp_path, victim):
+    """Killed after a checkpoint, the coordinator or not; two more go on, and one device too."""
     many, alone = tmp_path / "many", tmp_path / "alone"
     checkpoints = many / "checkpoints"
-    first, second = launched(many, "fsdp=2", 2, steps=2000)
+    running = launched(many, "fsdp=2", 2, steps=2000)
     deadline = time.monotonic() + TIMEOUT
     while not (checkpoints / "4").is_dir() and time.monotonic() < deadline:
         time.sleep(0.01)
-    second.send_signal(signal.SIGKILL)
+    running[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    (status, errors), _ = finished([first, second])
+    status, errors = finished(running)[1 - victim]
     assert status != 0
     assert time.monotonic() - killed < 60
-    assert any(word in errors for word in ("heartbeat", "Connection", "Gloo", "coordination"))
+    # Our words where a collective failed; JAX's own where its coordinator did.
+    assert "lost the others: one has ended" in errors or "distributed service" in errors
     reached = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
-    training_job.train(many, steps=reached + 4)
+    if victim:
+        for status, errors in finished(launched(many, "data=2", 2, steps=reached + 4)):
+            assert status == 0, errors[-2000:]
+    else:
+        training_job.train(many, steps=reached + 4)
     training_job.train(alone, steps=reached + 4)
     close(losses(many), losses(alone))
+
+
+def test_a_wrong_collective_is_seen(monkeypatch):
+    """The self-check at the start."""
+    mesh = launch.make_mesh({"data": 4, "tensor": 2})
+    launch.check_collectives(mesh)
+    monkeypatch.setattr(launch.collectives, "_ring_scatter", lambda x, name, axis: x[: x.size // 2])
+    with pytest.raises(RuntimeError, match=r"ring_scatter over mesh axes \('tensor',\)"):
+        launch.check_collectives(launch.make_mesh({"tensor": 2, "data": 4}))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((None, 2, 0), "give all three"),
+        (("localhost:1", 2, 2), r"must lie in 0\.\.1"),
+        (("localhost:1", 2, 0, True), "or let them be detected"),
+    ],
+)
+def test_processes_are_named_whole_or_not(given, words):
+    with pytest.raises(ValueError, match=words):
+        launch.start(*given)
 
 
 @pytest.mark.slow
@@ -118,9 +147,10 @@ def test_a_drafter_trained_by_two_processes(tmp_path):
     for status, errors in finished(running):
         assert status == 0, errors[-2000:]
     one, two = (scores(tmp_path / name) for name in ("one", "two"))
+    assert one["rank_1"] > 0.02
     assert abs(one["rank_1"] - two["rank_1"]) <= 0.01
     assert abs(one["tokens_per_step"] - two["tokens_per_step"]) <= 0.05
-    close(losses(tmp_path / "two"), losses(tmp_path / "one"))
+    close(losses(tmp_path / "two")[:10], losses(tmp_path / "one")[:10])
 
 
 def scores(folder):

@@ -49,7 +49,8 @@ if __name__ == "__main__":
     if mesh is not None:
         launch.check_collectives(mesh)
     steps = int(how[4]) if how[1:] else STEPS
-    last = launch.collected(train(pathlib.Path(out), steps, mesh=mesh), mesh)
+    with launch.together():
+        last = launch.collected(train(pathlib.Path(out), steps, mesh=mesh), mesh)
     if not jax.process_index():
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(last)]
         np.savez(pathlib.Path(out) / "final.npz", *leaves)
