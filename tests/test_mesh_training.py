@@ -63,7 +63,7 @@ CASES = {
     ),
     "pipe, gpipe": ({"pipe": 4}, Plan(), {"accumulate": 4}),
     "pipe, 1f1b": ({"pipe": 4}, Plan(schedule="1f1b"), {"accumulate": 8}),
-    "pipe, fewer micro-batches than stages": (
+    "pipe, few micro-batches": (
         {"pipe": 4},
         Plan(schedule="1f1b"),
         {"accumulate": 2},
@@ -137,7 +137,24 @@ def assert_same_steps(model, oracle, sizes, plan, how):
             np.testing.assert_array_equal(shards.setdefault(str(shard.index), data), data)
 
 
-@pytest.mark.parametrize("name", CASES)
+# In `make test` every mode and most products; all of them in `make test-plans`.
+LATER = (
+    "data",
+    "zero 1",
+    "zero 3",
+    "zero 3, fetched ahead",
+    "pipe, gpipe",
+    "pipe, few micro-batches",
+)
+LATER += ("hybrid sharded", "fsdp x tensor", "pipe x tensor", "fsdp x pipe", "tensor")
+
+
+def some_later(names):
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow) if name in LATER else name for name in names]
+
+
+@pytest.mark.parametrize("name", some_later(CASES))
 def test_equals_one_device(model, oracle, tied, name):
     """Loss, gradient and weights after one step and after five, to 1e-5; every other one tied."""
     which = tied if [*CASES].index(name) % 2 else (model, oracle)
