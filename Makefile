@@ -29,7 +29,7 @@ lossless: .venv/ready  ## Speculation equals plain decoding: the real model and 
 	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_lossless.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
-	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_seeds.py
 	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics.py
 
 exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (long).

@@ -136,7 +136,7 @@ class RandomOrder(TopDown):
 def test_a_slightly_biased_rule_is_seen():
     wrong = RandomOrder("random_order", frozenset(Children), True)
     with pytest.raises(AssertionError):
-        check(8192, ["without_replacement"], wrong)
+        check(4096, ["without_replacement"], wrong)
 
 
 def test_a_biased_rule_is_seen():
