@@ -147,6 +147,11 @@ def test_sample_draws_from_the_law(name, children, widths):
     """Where the path ends and what follows, jointly, for some fixed drafts: chi-square."""
     B, world, rule = 20_000, World.random(4, 2, seed=21), RULES[name]
     chance, trees, drawn = outcomes(world, expansion(widths), children)
+
+    @jax.jit
+    def run(p_NV, tree, draws, keys):
+        return rule.sample(lambda node_B: p_NV[node_B], tree, draws, keys, len(widths) + 1)
+
     for pick in {0, len(chance) // 2, len(chance) - 1}:
         tree, draws = jax.tree.map(lambda a, at=pick: a[at : at + 1], (trees, drawn))
         stop, bonus, where = run_law(rule, world, tree, draws)
@@ -159,12 +164,7 @@ def test_sample_draws_from_the_law(name, children, widths):
 
         with jax.enable_x64(False):
             keys = Keys(jax.random.split(jax.random.key(pick), B), jnp.zeros(B, jnp.int32))
-            done = jax.jit(rule.sample, static_argnums=(0, 4))(
-                lambda node_B, p_NV=p_NV: p_NV[node_B],
-                *jax.tree.map(many, (tree, draws)),
-                keys,
-                len(widths) + 1,
-            )
+            done = run(p_NV, *jax.tree.map(many, (tree, draws)), keys)
         leaf = np.take_along_axis(done.node_BP, np.asarray(done.count_B)[:, None] - 1, axis=1)
         seen = np.bincount(leaf[:, 0] * 4 + np.asarray(done.bonus_B), minlength=want.size)
         big = want * B >= 5

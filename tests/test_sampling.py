@@ -165,14 +165,15 @@ def test_a_batch_of_greedy_and_sampled_rows():
 def test_temperature_one_and_two():
     """HO-10: T1 after token 2: 7 with .652, 8 with .240, others .012; at T = 2 all are seen."""
     target = chain11()
-    prompts = [[2]] * N_DRAWS
-    for temperature in (1.0, 2.0):
+    for temperature, rows_of in ((1.0, N_DRAWS), (2.0, 8192)):
+        prompts = [[2]] * rows_of
         done = generate(target, PLAIN, prompts, Request(1, temperature=temperature, seed=3))
         got = np.bincount([c.token_ids[0] for c in done], minlength=VOCAB1) / len(prompts)
         logits = np.zeros(VOCAB1)
         logits[7], logits[8] = 4 / temperature, 3 / temperature
         want = np.exp(logits) / np.exp(logits).sum()
-        np.testing.assert_allclose(got, want, atol=TOLERANCE)
+        tolerance = TOLERANCE if temperature == 1 else 0.02
+        np.testing.assert_allclose(got, want, atol=tolerance)
         if temperature == 1:
             np.testing.assert_allclose(want[[7, 8, 0]], [0.652435, 0.240017, 0.011950], atol=1e-6)
         else:

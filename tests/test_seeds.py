@@ -9,20 +9,19 @@ from spec.draws import Children
 from spec.generate import Request, generate, stream
 from spec.tree_shapes import expansion
 from spec.verify import RULES
-from tests.toys import PLAIN, VOCAB1, chain11, tiny
+from tests.toys import PLAIN, VOCAB1, chain11
 
-PROMPT, OTHER = [5, 9, 60], [3, 3, 17, 40, 8]
+PROMPT, OTHER = [5, 9, 6], [3, 3, 7, 4, 8]
 
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny(0)
+    return chain11()
 
 
 @pytest.fixture(scope="module")
 def drafters(target):
-    draft = tiny(1)
-    model = ModelDrafter(draft, expansion((2, 1)), 97, Children.WITHOUT_REPLACEMENT)
+    model = ModelDrafter(target, expansion((2, 1)), VOCAB1, Children.WITHOUT_REPLACEMENT)
     return [PLAIN, NGramDrafter(), model]
 
 
@@ -121,7 +120,7 @@ def test_without_any_trial_every_rule_is_plain_sampling(target):
     for name in [name for name in RULES if name != "greedy"]:
         done = generate(target, PLAIN, [PROMPT], request(3, rule=name))
         assert len(done[0].token_ids) == 16
-    empty = ModelDrafter(target, expansion(()), 97, Children.IID)
+    empty = ModelDrafter(target, expansion(()), VOCAB1, Children.IID)
     assert len(generate(target, empty, [PROMPT], request(3))[0].token_ids) == 16
 
 
