@@ -38,7 +38,7 @@ def all_reduce(x: jax.Array, how: Composition) -> jax.Array:
 
 
 def _all_reduce(x: jax.Array, how: Composition) -> jax.Array:
-    parts = [_reduce_part(part, how.ops) for part in jnp.array_split(x.ravel(), how.chunks)]
+    parts = [_reduce_part(part, how.ops) for part in cut(x.ravel(), how.chunks, 0)]
     return jnp.concatenate(parts).reshape(x.shape)
 
 
@@ -84,7 +84,7 @@ def all_gather(x: jax.Array, axis: int, axes: tuple[str, ...], how: Composition)
     """
     g, n = size_of(axes), x.shape[axis]
     parts = []
-    for part in jnp.array_split(x, how.chunks, axis):
+    for part in cut(x, how.chunks, axis):
         for op in how.ops:
             part = _gather(part, op, axis)
         parts.append(part.reshape(*x.shape[:axis], g, -1, *x.shape[axis + 1 :]))
@@ -127,7 +127,7 @@ def reduce_scatter(x: jax.Array, axis: int, axes: tuple[str, ...], how: Composit
     x = _renumber(x, axis, axes, leaving)
     by_shard = x.reshape(*x.shape[:axis], g, -1, *x.shape[axis + 1 :])
     parts = []
-    for part in jnp.array_split(by_shard, how.chunks, axis + 1):
+    for part in cut(by_shard, how.chunks, axis + 1):
         part = part.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
         for op in how.ops:
             part = _scatter(part, op, axis)
@@ -166,7 +166,7 @@ def all_to_all(x: jax.Array, axis: int, axes: tuple[str, ...], how: Composition)
     sizes = tuple(lax.axis_size(name) for name in axes)
     moved = jnp.moveaxis(x, axis, 0).reshape(g, -1, *x.shape[:axis], *x.shape[axis + 1 :])
     parts = []
-    for part in jnp.array_split(moved, how.chunks, 1):
+    for part in cut(moved, how.chunks, 1):
         part = part.reshape(*sizes, *part.shape[1:])
         for op in how.ops:
             part = _exchange(part, op, axes)
@@ -185,7 +185,7 @@ def broadcast(x: jax.Array, axes: tuple[str, ...], how: Composition) -> jax.Arra
     """
     flat = x.ravel()
     parts = []
-    for part in jnp.array_split(flat, how.chunks):
+    for part in cut(flat, how.chunks, 0):
         size = part.size
         part = _padded(jnp.where(_first(axes), part, jnp.zeros_like(part)), how.ops)
         for op in how.ops:
@@ -211,6 +211,11 @@ def reduce(x: jax.Array, axes: tuple[str, ...], how: Composition) -> jax.Array:
     whole = tuple(Op("all_reduce", op.axes) if op.primitive == "reduce" else op for op in how.ops)
     total = _all_reduce(x, Composition(whole, how.chunks))
     return jnp.where(_first(axes), total, jnp.zeros_like(total))
+
+
+def cut(x: jax.Array, chunks: int, axis: int) -> list[jax.Array]:
+    """Cuts into pieces that differ by one entry at most; never more pieces than entries."""
+    return jnp.array_split(x, min(chunks, max(x.shape[axis], 1)), axis)
 
 
 def _first(axes: tuple[str, ...]) -> jax.Array:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from parallel.collectives import cut
 from parallel.comm import contract
 
 
@@ -177,8 +178,8 @@ def _gathered(
         stacked = [jnp.stack(each, axis=1)[:, order] for each in zip(*found, strict=True)]
         return tuple(_joined(each) for each in stacked)
     if how.kind == "features":
-        parts = _cut(x, how.chunks, 2)
-        rows = [_cut(w, how.chunks, 0) if w is not None else [None] * len(parts) for w in weights]
+        parts = cut(x, how.chunks, 2)
+        rows = [cut(w, how.chunks, 0) if w is not None else [None] * len(parts) for w in weights]
         wholes = [lax.all_gather(part, name, axis=1, tiled=True) for part in parts]
         products = [
             [_times(whole, w) for whole, w in zip(wholes, mine, strict=True)] for mine in rows
@@ -188,7 +189,7 @@ def _gathered(
             for w, each in zip(weights, products, strict=True)
         )
     pieces = []
-    for part in _cut(x, how.chunks, 1):
+    for part in cut(x, how.chunks, 1):
         whole = lax.all_gather(part, name, axis=1, tiled=True)
         outs = [_times(whole, w) for w in weights]
         pieces.append([out.reshape(out.shape[0], g, -1, *out.shape[2:]) for out in outs])
@@ -197,11 +198,6 @@ def _gathered(
 
 def _times(x: jax.Array, w: jax.Array | None) -> jax.Array:
     return x if w is None else contract(x, w, 1)
-
-
-def _cut(x: jax.Array, chunks: int, axis: int) -> list[jax.Array]:
-    """Cuts into pieces that differ by one entry at most; never more pieces than entries."""
-    return jnp.array_split(x, min(chunks, x.shape[axis]), axis)
 
 
 def _joined(by_shard: jax.Array) -> jax.Array:
@@ -226,7 +222,7 @@ def _scattered(pairs: Sequence[tuple[jax.Array, jax.Array]], name: str, how: Ove
 
     inputs, weights = ([*each] for each in zip(*pairs, strict=True))
     if how.kind == "features":
-        columns = zip(*(_cut(w, how.chunks, w.ndim - 1) for w in weights), strict=True)
+        columns = zip(*(cut(w, how.chunks, w.ndim - 1) for w in weights), strict=True)
         return jnp.concatenate([scatter(product(inputs, part)) for part in columns], axis=2)
     by_shard = [x.reshape(x.shape[0], g, T // g, *x.shape[2:]) for x in inputs]
     if how.kind == "ring":
@@ -240,7 +236,7 @@ def _scattered(pairs: Sequence[tuple[jax.Array, jax.Array]], name: str, how: Ove
         for step in range(1, g):
             total = lax.ppermute(total, name, ring) + partial((me - 1 - step) % g)
         return total
-    pieces = zip(*(_cut(x, how.chunks, 2) for x in by_shard), strict=True)
+    pieces = zip(*(cut(x, how.chunks, 2) for x in by_shard), strict=True)
     return jnp.concatenate(
         [scatter(product([_joined(x) for x in part], weights)) for part in pieces], axis=1
     )

@@ -146,6 +146,25 @@ def test_one_device_and_all(sizes, kind):
             assert not got[1:].any()
 
 
+def test_more_chunks_than_entries():
+    """No piece is empty."""
+    sizes, many = {"a": 2}, 5
+    gather, scatter, total = (
+        Composition(flat(kind, ("a",)).ops, many)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+
+    def every(x):
+        whole = collectives.all_gather(x, 0, ("a",), gather)
+        mine = collectives.reduce_scatter(whole, 0, ("a",), scatter)
+        return mine, collectives.lax.pcast(collectives.all_reduce(x, total), ("a",), to="varying")
+
+    x = data(sizes, 2)
+    mine, summed = run(sizes, every, x, out=True)
+    np.testing.assert_array_equal(mine, 2 * x)
+    np.testing.assert_array_equal(summed[1], x.sum(0))
+
+
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])
 def test_what_does_not_divide_is_refused(name):
     sizes = {"a": 2, "b": 3}
