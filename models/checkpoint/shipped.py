@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from models.checkpoint.parameters import Parameter, build, check, of_model, parameters
 from models.config import ModelConfig, config_from_hf, config_to_hf
 from models.feature import FeatureModel
+from models.stages import decoder_of
 from models.transformer import Transformer
 
 _TABLE, _HEAD, _IDS, _SCALE, _CONFIG = "embed_VD", "head_DU", "ids_U", ".scale", "config"
@@ -65,7 +66,7 @@ def save(
             f"{len(ids_U)} ids."
         )
     tensors: dict[str, np.ndarray] = {_IDS: np.asarray(ids_U, np.int32)}
-    shared_UD = np.asarray(_decoder(model).embed_VD[...])[ids_U].astype(np.float32)
+    shared_UD = np.asarray(decoder_of(model).embed_VD[...])[ids_U].astype(np.float32)
     for name, weight in _weights(model):
         if name == _HEAD and np.array_equal(weight, shared_UD):
             continue
@@ -137,16 +138,12 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
 
 def _weights(model: Transformer | FeatureModel) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every parameter but the table: vectors, and matrices as [out, in], float32."""
-    for parameter, array in of_model(_decoder(model)):
+    for parameter, array in of_model(decoder_of(model)):
         if parameter.name != _TABLE:
             yield parameter.name, parameter.to_file(np.asarray(array, np.float32))
     if isinstance(model, FeatureModel):
         for name in _FUSION:
             yield name, np.asarray(getattr(model, name)[...], np.float32).T
-
-
-def _decoder(model: Transformer | FeatureModel) -> Transformer:
-    return model if isinstance(model, Transformer) else model.decoder
 
 
 def _config(path: str | os.PathLike[str], card: dict[str, str]) -> ModelConfig:
