@@ -58,7 +58,7 @@ class Cluster:
             nodes, devices = map(int, found.groups())
             chip, inner, outer = GPUS[name]
             links = [dataclasses.replace(inner, size=devices)]
-            if nodes > 1:
+            if nodes != 1:
                 links.append(dataclasses.replace(outer, size=nodes))
         elif name in TPUS:
             found = re.fullmatch(r"(?:(\d+)\*)?(\d+(?:x\d+)*)", shape)
@@ -75,7 +75,7 @@ class Cluster:
             whole = all(length % 4 == 0 for length in torus)
             wraps = tuple(length == 16 if closes == 16 else whole for length in torus)
             links = [dataclasses.replace(ring, size=math.prod(torus), torus=torus, wraps=wraps)]
-            if slices > 1:
+            if slices != 1:
                 rate = network.rate * math.prod(torus)
                 links.append(dataclasses.replace(network, size=slices, rate=rate))
         else:
@@ -106,8 +106,10 @@ class Cluster:
                 Link(**{**link, "torus": tuple(link["torus"]), "wraps": tuple(link["wraps"])})
                 for link in raw["links"]
             )
-            return cls(raw["name"], Chip(**raw["chip"], split=split), links)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            waves = raw["chip"].pop("waves")
+            chip = Chip(**raw["chip"], split=split, waves=waves and tuple(waves))
+            return cls(raw["name"], chip, links)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is no cluster ({error}): calibrate one anew.") from error
 
 
@@ -117,13 +119,16 @@ class Span:
 
     Attributes:
         sizes: members along each level, innermost first; 1 where it does not leave a unit.
-        wires: of a torus, how many rings it covers, twice those that close; 1 for a switch.
+        wires: of a torus, how many rings it covers, twice those that close, less where members
+            lie apart and wires are shared with other groups; 1 for a switch.
         rounds: messages one after the other until a ring collective ends.
+        far: of a torus, wires that an exchanged byte uses up on its way.
     """
 
     sizes: tuple[int, ...]
-    wires: int
+    wires: float
     rounds: int
+    far: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,18 +189,20 @@ class Placement:
         group = math.prod(sizes)
         if not link.torus or sizes[0] == 1:
             return Span(tuple(sizes), 1, group - 1)
-        wires, rounds = 0, 0
+        wires, rounds, far = 0.0, 0, 0.0
         for axis in axes:
             if self.level(axis) == 0:
-                for length, closed, shared in self._rings(axis):
-                    wires += 0 if shared else 2 if closed else 1
-                    rounds += length // 2 if closed else length - 1
-        return Span(tuple(sizes), max(wires, 1), rounds + group // sizes[0] - 1)
+                for length, closed, spacing in self._rings(axis):
+                    ring = (2 if closed else 1) / spacing
+                    wires += ring
+                    rounds += spacing * (length // 2 if closed else length - 1)
+                    far = max(far, length / 4 / ring)
+        return Span(tuple(sizes), wires, rounds + group // sizes[0] - 1, far)
 
-    def _rings(self, axis: str) -> list[tuple[int, bool, bool]]:
-        """Returns what an axis covers of the torus' dimensions: length, closed, wires shared.
+    def _rings(self, axis: str) -> list[tuple[int, bool, int]]:
+        """Returns what an axis covers of the torus' dimensions: length, closed, spacing.
 
-        Wires are shared with other groups where the members of one do not lie side by side.
+        Members `spacing` devices apart share wires with the groups in between.
         """
         link, stride, left = self.cluster.links[0], self.stride(axis), self.sizes[axis]
         found, inner = [], 1
@@ -205,8 +212,11 @@ class Placement:
             if stride < inner * length and left > 1:
                 part = math.gcd(left, free)
                 if part > 1:
-                    found.append((part, wraps and part == length, stride > inner))
+                    spacing = max(stride // inner, 1)
+                    found.append((part, wraps and part * spacing == length, spacing))
                     left //= part
                     stride = max(stride, inner) * part
             inner *= length
+        if left > 1:  # lies askew
+            found.append((left, False, 1))
         return found

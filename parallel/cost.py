@@ -106,10 +106,12 @@ def _piece(op: Op, held: float, where: Placement) -> Piece:
     times = []
     for level in levels:
         link = links[level]
-        rate = link.rate * link.reached * (span.wires if level == 0 else 1)
-        # Around a ring of wires, what is exchanged passes through a quarter of them on average.
-        far = math.prod(span.sizes) / 4 if _exchanges(op) and link.torus and level == 0 else 1
-        times.append(nbytes[level] * max(far, 1) / rate)
+        rate = link.rate * link.reached
+        if link.torus:
+            slow = max(span.far, 1 / span.wires) if _exchanges(op) else 1 / span.wires
+        else:
+            slow = 1
+        times.append(nbytes[level] * slow / rate)
     top = links[levels[-1]]
     start = max(links[level].start for level in levels)
     rounds = span.rounds * (2 if op.primitive in _ROUNDS_TWICE else 1)

@@ -1,0 +1,386 @@
+"""Lays a training step out as tasks, by a choice of how everything is partitioned and ordered.
+
+The step of `parallel.train`: weights gathered (once, or for every block), forward and backward
+passes of all micro-batches, gradients scattered and reduced, the optimiser on shards. One device
+of each pipeline stage stands for all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Literal
+
+from parallel import cost
+from parallel.chips import Cut
+from parallel.overlap import PLAIN, Overlap
+from parallel.partition import Collective, Composition, Kind, flat
+from parallel.simulate import COMPUTE, Task
+from parallel.workload import Part, Step
+
+SITES = ("gather", "scatter", "reduce", "column", "row", "pipe")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What may be chosen about a step; None is one flat collective.
+
+    Attributes:
+        gather: of weights over their shards.
+        scatter: of gradients over their shards.
+        reduce: of gradients over the replicas.
+        column: how column products gather tokens; back, how they scatter them.
+        row: how row products scatter tokens.
+        ahead: blocks whose weights may be gathered before they are needed (zero = 3).
+        apart: gradients of weights may wait while the gradient of the input goes on.
+        when: gradients go over their shards after "each" micro-batch, or at the "end".
+        bucket: layers whose gradients are sent together.
+        deferred: updated weights (zero = 1, 2) are gathered layer by layer, beside the forward
+            pass; else all of them before it.
+        waits: sites at which computation stands still.
+        ranked: of tasks that could start, the one with the longest way to the end does; else the
+            first of the program.
+    """
+
+    gather: Composition | None = None
+    scatter: Composition | None = None
+    reduce: Composition | None = None
+    column: Overlap = PLAIN
+    row: Overlap = PLAIN
+    ahead: int = 0
+    apart: bool = False
+    when: Literal["end", "each"] = "end"
+    bucket: int = 1
+    deferred: bool = False
+    waits: frozenset[str] = frozenset(SITES)
+    ranked: bool = False
+
+    def how(self, site: str, wanted: Collective) -> Composition:
+        """Returns the composition of a collective at a site."""
+        chosen = {"gather": self.gather, "scatter": self.scatter, "reduce": self.reduce}.get(site)
+        return chosen or flat(wanted.kind, wanted.axes)
+
+
+def build(step: Step, choice: Choice) -> list[Task]:
+    """Returns the tasks of a step; every task comes after those that it waits for."""
+    tasks = _Builder(step, choice).build()
+    return ranked(tasks) if choice.ranked else tasks
+
+
+def ranked(tasks: list[Task]) -> list[Task]:
+    """Orders tasks by the longest way from their start to the end of the step, longest first."""
+    way = [0.0] * len(tasks)
+    for number in range(len(tasks) - 1, -1, -1):
+        way[number] += tasks[number].seconds
+        for earlier in tasks[number].after:
+            way[earlier] = max(way[earlier], way[number])
+    return [task._replace(rank=-length) for task, length in zip(tasks, way, strict=True)]
+
+
+def order(step: Step, stage: int) -> list[tuple[str, int]]:
+    """Returns a stage's passes, ("F" or "B", micro-batch), in the order of its schedule."""
+    job, count = step.job, step.job.micro_batches
+    forward, backward = [("F", m) for m in range(count)], [("B", m) for m in range(count)]
+    if step.pipe == 1:
+        return [each for pair in zip(forward, backward, strict=True) for each in pair]
+    if job.schedule == "gpipe":
+        return forward + backward
+    first = min(step.pipe - stage, count)
+    rest = [each for pair in zip(backward, forward[first:], strict=False) for each in pair]
+    return forward[:first] + rest + backward[count - first :]
+
+
+class _Builder:
+    def __init__(self, step: Step, choice: Choice):
+        self.step, self.choice, self.where = step, choice, step.where
+        self.chip = step.where.cluster.chip
+        self.parts = step.parts()
+        self.tasks: list[Task] = []
+        stages = range(step.pipe)
+        # By stage: the last computation of the program, and the last of each block in order.
+        self.tail: list[tuple[int, ...]] = [() for _ in stages]
+        self.blocks: list[list[int]] = [[] for _ in stages]
+        self.late: list[list[tuple[int, ...]]] = [[] for _ in stages]
+        self.passed: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.whole: dict[tuple[int, object], tuple[int, ...]] = {}
+        self.reduced: list[list[int]] = [[] for _ in stages]
+        self.updates: list[list[tuple[str, float, tuple[int, ...]]]] = [[] for _ in stages]
+        self.filling: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.pieces = functools.cache(lambda wanted, how: cost.pieces(wanted, how, step.where))
+
+    def build(self) -> list[Task]:
+        step = self.step
+        if step.job.zero in (1, 2):
+            for stage in range(step.pipe):
+                self._gather_once(stage)
+        queues = [order(step, stage) for stage in range(step.pipe)]
+        while any(queues):
+            for stage, queue in enumerate(queues):
+                while queue and self._come(stage, *queue[0]) is not None:
+                    self._pass(stage, *queue.pop(0))
+        for stage in range(step.pipe):
+            self._update(stage)
+        return self.tasks
+
+    # ------------------------------------------------------------------ tasks
+
+    def _add(self, stage: int, name: str, resources: tuple[int, ...], seconds: float,
+             after: Iterable[int], site: str = "") -> int:  # fmt: skip
+        self.tasks.append(
+            Task(name, stage, resources, seconds, tuple(dict.fromkeys(after)), 0.0, site)
+        )
+        return len(self.tasks) - 1
+
+    def _compute(
+        self, stage: int, name: str, seconds: float, after: Iterable[int], late: bool = False
+    ) -> int:
+        """Adds a computation; unless it may be late, the program's next one waits for it."""
+        free = self.choice.apart
+        before = after if free and late else (*after, *self.tail[stage])
+        number = self._add(stage, name, (COMPUTE,), seconds + self.chip.launch, before)
+        if not (free and late):
+            self.tail[stage] = (number,)
+        return number
+
+    def _sent(self, stage: int, name: str, site: str, pieces: tuple[cost.Piece, ...],
+              after: Iterable[int]) -> tuple[int, ...]:  # fmt: skip
+        """Adds the primitives of one chunk; returns the last."""
+        waits = site in self.choice.waits
+        last = tuple(after)
+        if waits:
+            last = (*last, *self.tail[stage])
+        for piece in pieces:
+            if not piece.levels:
+                continue
+            resources = tuple(1 + level for level in piece.levels)
+            resources = (COMPUTE, *resources) if waits else resources
+            last = (self._add(stage, f"{name} {piece.op}", resources, piece.seconds, last, site),)
+        if waits:
+            self.tail[stage] = last
+        return last
+
+    def _send(
+        self, stage: int, name: str, site: str, wanted: Collective, after: Iterable[int]
+    ) -> tuple[int, ...]:
+        """Adds a collective; returns the last primitive of every chunk."""
+        how, after = self.choice.how(site, wanted), tuple(after)
+        pieces = self.pieces(wanted, how)
+        return tuple(
+            number
+            for _ in range(how.chunks)
+            for number in self._sent(stage, name, site, pieces, after)
+        )
+
+    def _pair(
+        self,
+        stage: int,
+        name: str,
+        site: str,
+        kind: Kind,
+        seconds: float,
+        shape: tuple[int, int],
+        after: tuple[int, ...],
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Adds a gather before a product, or a scatter after it.
+
+        Returns:
+            The tasks that end the product, and those that end the collective.
+        """
+        if self.step.tensor == 1:
+            done = (self._compute(stage, name, seconds, after),)
+            return done, done
+        overlap = self.choice.column if site == "column" else self.choice.row
+        wanted = self.step.tokens(kind)
+        products: list[int] = []
+        ends: list[int] = []
+        first = kind == "all_gather"
+        if overlap.kind == "ring":
+            parts = self.step.tensor
+            seconds *= self.chip.slow_down("tokens", parts, *shape)
+            hop = cost.send(wanted.nbytes / parts, "tensor", self.where)
+            last = after
+            for part in range(parts):
+                if first and part:  # its own shard needs no message
+                    last = self._sent(stage, f"{name} hop {part}", site, (hop,), last)
+                    ends += last
+                needs = last if first else after
+                products.append(self._compute(stage, f"{name} {part}", seconds / parts, needs))
+                if not first and part < parts - 1:
+                    last = (products[-1], *(last if part else ()))
+                    last = self._sent(stage, f"{name} hop {part}", site, (hop,), last)
+                    ends += last
+            return tuple(products), tuple(ends) if first else (products[-1], *ends)
+        parts = overlap.chunks
+        cut: Cut = "tokens"
+        if overlap.kind == "features":
+            cut = "contract" if first else "features"
+        seconds *= self.chip.slow_down(cut, parts, *shape)
+        pieces = self.pieces(wanted, Composition(flat(kind, ("tensor",)).ops, parts))
+        for part in range(parts):
+            label = f"{name} {part}" if parts > 1 else name
+            if first:
+                arrived = self._sent(stage, label, site, pieces, after)
+                ends += arrived
+                products.append(self._compute(stage, label, seconds / parts, (*after, *arrived)))
+            else:
+                products.append(self._compute(stage, label, seconds / parts, after))
+                ends += self._sent(stage, label, site, pieces, (products[-1],))
+        return tuple(products), tuple(ends)
+
+    # ------------------------------------------------------------------ passes
+
+    def _come(self, stage: int, phase: str, micro: int) -> tuple[int, ...] | None:
+        """Returns what a pass waits for, or None if that is not laid out yet."""
+        before = stage - 1 if phase == "F" else stage + 1
+        if 0 <= before < self.step.pipe:
+            return self.passed.get((phase, micro, before))
+        if phase == "B":
+            return self.passed.get(("F", micro, stage))
+        return ()
+
+    def _pass(self, stage: int, phase: str, micro: int) -> None:
+        step, tag = self.step, f"{phase}{micro}"
+        x = self._come(stage, phase, micro) or ()
+        last_stage = stage == step.pipe - 1
+        layers = range(step.layers)
+        if phase == "F":
+            for layer in layers:
+                ready = self._weights(stage, f"{tag} L{layer}", layer, micro == 0)
+                x, _ = self._forward(stage, f"{tag} L{layer}", x, ready)
+                self.blocks[stage].append(self.tail[stage][0])
+            if last_stage:
+                ready = self._weights(stage, f"{tag} head", "head", micro == 0)
+                x = (self._compute(stage, f"{tag} head", step.head(), (*x, *ready)),)
+                self.blocks[stage].append(x[0])
+        else:
+            if last_stage:
+                ready = self._weights(stage, f"{tag} head", "head", False)
+                x = (self._compute(stage, f"{tag} head dX", step.head(), (*x, *ready)),)
+                self.blocks[stage].append(x[0])
+                dw = self._compute(stage, f"{tag} head dW", step.head(), x, late=True)
+                self._gradient(stage, f"{tag} head", "head", micro, (dw,))
+            for layer in reversed(layers):
+                x = self._backward(stage, f"{tag} L{layer}", layer, micro, x)
+            if stage == 0:
+                self._gradient(stage, f"{tag} table", "table", micro, x)
+        after = stage + 1 if phase == "F" else stage - 1
+        if 0 <= after < step.pipe:
+            piece = cost.send(step.activations, "pipe", self.where)
+            x = self._sent(stage, f"{tag} to {after}", "pipe", (piece,), x)
+        self.passed[phase, micro, stage] = x
+
+    def _forward(
+        self, stage: int, tag: str, x: tuple[int, ...], ready: tuple[int, ...], whole: bool = True
+    ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """Adds a layer; returns its output, and what gathered each part's input."""
+        gathered = []
+        for part in self.parts:
+            name = f"{tag} {part.name}"
+            x, arrived = self._pair(
+                stage, f"{name} in", "column", "all_gather", part.into, part.into_shape,
+                (*x, *ready),
+            )  # fmt: skip
+            gathered.append(arrived)
+            x = (self._compute(stage, f"{name} mid", part.between, x),)
+            if whole or part is not self.parts[-1]:
+                _, x = self._pair(
+                    stage, f"{name} out", "row", "reduce_scatter", part.out, part.out_shape, x
+                )
+        return x, gathered
+
+    def _backward(
+        self, stage: int, tag: str, layer: int, micro: int, x: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        ready = self._weights(stage, tag, layer, False)
+        if len(self.late[stage]) >= 2:  # gradients of weights lag by two layers at most
+            x = (*x, *self.late[stage][-2])
+        inputs: list[tuple[int, ...]] = [() for _ in self.parts]
+        if self.step.job.again:
+            again, inputs = self._forward(stage, f"{tag} again", x, ready, whole=False)
+            x = (*x, *again)
+        late: list[int] = []
+        for part, gathered in zip(reversed(self.parts), reversed(inputs), strict=True):
+            x = self._part_back(stage, f"{tag} {part.name}", part, x, ready, gathered, late)
+        self.blocks[stage].append(self.tail[stage][0])
+        self.late[stage].append(tuple(late))
+        self._gradient(stage, tag, layer, micro, tuple(late))
+        return x
+
+    def _part_back(self, stage: int, name: str, part: Part, x: tuple[int, ...],
+                   ready: tuple[int, ...], gathered: tuple[int, ...], late: list[int]
+                   ) -> tuple[int, ...]:  # fmt: skip
+        at = x
+        rows, inner = part.into_shape
+        dy, arrived = self._pair(
+            stage, f"{name} out dX", "row", "all_gather", part.out, (rows, inner), (*x, *ready)
+        )
+        late.append(self._compute(stage, f"{name} out dW", part.out, (*arrived, *x), late=True))
+        dy = (self._compute(stage, f"{name} mid dX", 2 * part.between, dy),)
+        if self.step.tensor > 1 and not gathered:
+            wanted = self.step.tokens("all_gather")
+            gathered = self._send(stage, f"{name} in again", "column", wanted, at)
+        done, x = self._pair(
+            stage, f"{name} in dX", "column", "reduce_scatter", part.into, part.out_shape, dy
+        )
+        late.append(self._compute(stage, f"{name} in dW", part.into, (*gathered, *dy), late=True))
+        return x if self.step.tensor > 1 else done
+
+    # ------------------------------------------------------------------ weights and gradients
+
+    def _count(self, which: object) -> float:
+        return self.step.layer_weights if isinstance(which, int) else self.step.outer_weights
+
+    def _owned(self, stage: int) -> list[object]:
+        """Returns what a stage has weights of, in the order of the forward pass."""
+        owned: list[object] = [*range(self.step.layers)]
+        return owned + (["head"] if stage == self.step.pipe - 1 else [])
+
+    def _gather_once(self, stage: int) -> None:
+        for which in self._owned(stage):
+            wanted = self.step.gather(self._count(which))
+            self.whole[stage, which] = self._send(stage, f"gather {which}", "gather", wanted, ())
+        if not self.choice.deferred:
+            every = tuple(n for which in self._owned(stage) for n in self.whole[stage, which])
+            self.whole.update({(stage, which): every for which in self._owned(stage)})
+
+    def _weights(self, stage: int, tag: str, which: object, first: bool) -> tuple[int, ...]:
+        """Returns what the products with a block's weights wait for."""
+        if self.step.job.zero in (1, 2):
+            return self.whole[stage, which] if first else ()
+        if self.step.job.zero == 0:
+            return ()
+        before = self.blocks[stage]
+        room = len(before) - 1 - self.choice.ahead  # the block whose room these weights take
+        after = (before[room],) if room >= 0 else ()
+        wanted = self.step.gather(self._count(which))
+        return self._send(stage, f"{tag} gather", "gather", wanted, after)
+
+    def _gradient(
+        self, stage: int, tag: str, which: object, micro: int, after: tuple[int, ...]
+    ) -> None:
+        """Sends a block's gradients, or lets them wait until their bucket is full."""
+        step, job = self.step, self.step.job
+        end = micro == job.micro_batches - 1
+        if not end and not (job.zero >= 2 and self.choice.when == "each"):
+            return
+        count = 1
+        if isinstance(which, int):
+            after = (*self.filling.pop((stage, micro), ()), *after)
+            if which % self.choice.bucket:
+                self.filling[stage, micro] = after
+                return
+            count = min(self.choice.bucket, step.layers - which)
+        weights = count * self._count(which)
+        if job.zero:
+            after = self._send(stage, f"{tag} scatter", "scatter", step.scatter(weights), after)
+        if end and step.replicas:
+            after = self._send(stage, f"{tag} reduce", "reduce", step.reduce(weights), after)
+        if end:
+            self.reduced[stage] += after
+            self.updates[stage].append((tag, weights / step.sharded, after))
+
+    def _update(self, stage: int) -> None:
+        """Adds the optimiser, which waits for all gradients if it clips them by their norm."""
+        every = [number for numbers in self.reduced for number in numbers]
+        for tag, weights, reduced in self.updates[stage]:
+            after = every if self.step.job.clips else reduced
+            self._compute(stage, f"update {tag}", self.step.update(weights), after, late=True)
