@@ -12,7 +12,7 @@ import math
 from parallel.cluster import Placement, Span
 from parallel.partition import Collective, Composition, Op
 
-_ROUNDS_TWICE = ("all_reduce",)
+_PERMUTES = ("ring_gather", "ring_scatter", "pairwise")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,9 @@ def _piece(op: Op, held: float, where: Placement) -> Piece:
         times.append(nbytes[level] * slow / rate)
     top = links[levels[-1]]
     start = max(links[level].start for level in levels)
-    rounds = span.rounds * (2 if op.primitive in _ROUNDS_TWICE else 1)
+    if op.primitive in _PERMUTES:  # every round is a collective of its own
+        start *= span.rounds
+    rounds = span.rounds * (2 if op.primitive == "all_reduce" else 1)
     return Piece(op, nbytes, start + rounds * top.hop + max(times), levels)
 
 

@@ -5,65 +5,45 @@ passes of all micro-batches, gradients scattered and reduced, the optimiser on s
 of each pipeline stage stands for all.
 """
 
-import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
 
 from parallel import cost
 from parallel.chips import Cut
-from parallel.overlap import PLAIN, Overlap
+from parallel.choice import Choice
+from parallel.overlap import Overlap
 from parallel.partition import Collective, Composition, Kind, flat
-from parallel.simulate import COMPUTE, Task
+from parallel.simulate import COMPUTE, Task, simulate
 from parallel.workload import Part, Step
-
-SITES = ("gather", "scatter", "reduce", "column", "row", "pipe")
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What may be chosen about a step; None is one flat collective.
-
-    Attributes:
-        gather: of weights over their shards.
-        scatter: of gradients over their shards.
-        reduce: of gradients over the replicas.
-        column: how column products gather tokens; back, how they scatter them.
-        row: how row products scatter tokens.
-        ahead: blocks whose weights may be gathered before they are needed (zero = 3).
-        apart: gradients of weights may wait while the gradient of the input goes on.
-        when: gradients go over their shards after "each" micro-batch, or at the "end".
-        bucket: layers whose gradients are sent together.
-        deferred: updated weights (zero = 1, 2) are gathered layer by layer, beside the forward
-            pass; else all of them before it.
-        waits: sites at which computation stands still.
-        ranked: of tasks that could start, the one with the longest way to the end does; else the
-            first of the program.
-    """
-
-    gather: Composition | None = None
-    scatter: Composition | None = None
-    reduce: Composition | None = None
-    column: Overlap = PLAIN
-    row: Overlap = PLAIN
-    ahead: int = 0
-    apart: bool = False
-    when: Literal["end", "each"] = "end"
-    bucket: int = 1
-    deferred: bool = False
-    waits: frozenset[str] = frozenset(SITES)
-    ranked: bool = False
-
-    def how(self, site: str, wanted: Collective) -> Composition:
-        """Returns the composition of a collective at a site."""
-        chosen = {"gather": self.gather, "scatter": self.scatter, "reduce": self.reduce}.get(site)
-        return chosen or flat(wanted.kind, wanted.axes)
 
 
 def build(step: Step, choice: Choice) -> list[Task]:
     """Returns the tasks of a step; every task comes after those that it waits for."""
     tasks = _Builder(step, choice).build()
-    return ranked(tasks) if choice.ranked else tasks
+    if choice.order == "program":
+        return tasks
+    return justified(tasks) if choice.order == "justified" else ranked(tasks)
+
+
+def wanted(step: Step) -> Counter[Collective]:
+    """Returns the collectives that the first stage cannot do without, and how often each."""
+    builder = _Builder(step, Choice())
+    builder.build()
+    return builder.wanted
+
+
+def pair_seconds(step: Step, site: str, overlap: Overlap, beside: float) -> float:
+    """Returns what the products of a layer beside a site's collectives take, forward and back."""
+    builder = _Builder(step, Choice(column=overlap, row=overlap, waits=frozenset()))
+    after: tuple[int, ...] = ()
+    for part in step.parts():
+        column = site == "column"
+        took, shape = (part.into, part.into_shape) if column else (part.out, part.out_shape)
+        for kind in ("all_gather", "reduce_scatter"):
+            done, sent = builder._pair(0, part.name, site, kind, took, shape, after)
+            after = (*done, *sent)
+    return simulate(builder.tasks, beside).seconds
 
 
 def ranked(tasks: list[Task]) -> list[Task]:
@@ -74,6 +54,28 @@ def ranked(tasks: list[Task]) -> list[Task]:
         for earlier in tasks[number].after:
             way[earlier] = max(way[earlier], way[number])
     return [task._replace(rank=-length) for task, length in zip(tasks, way, strict=True)]
+
+
+def justified(tasks: list[Task]) -> list[Task]:
+    """Orders tasks by when they start if all start as late as they can.
+
+    Double justification, the field's way to better a list schedule: the better of the two simple
+    orders is run backwards, last task first, and gives the order forwards (Valls et al. 2005).
+    """
+    orders = [tasks, ranked(tasks)]
+    best = min((simulate(each) for each in orders), key=lambda timeline: timeline.seconds)
+    last = len(tasks) - 1
+    after: list[list[int]] = [[] for _ in tasks]
+    for number, task in enumerate(tasks):
+        for earlier in task.after:
+            after[last - earlier].append(last - number)
+    backwards = [
+        tasks[last - at]._replace(after=tuple(after[at]), rank=-best.end[last - at])
+        for at in range(len(tasks))
+    ]
+    late = simulate(backwards).end
+    orders.append([task._replace(rank=-late[last - n]) for n, task in enumerate(tasks)])
+    return min(orders, key=lambda each: simulate(each).seconds)
 
 
 def order(step: Step, stage: int) -> list[tuple[str, int]]:
@@ -105,7 +107,13 @@ class _Builder:
         self.reduced: list[list[int]] = [[] for _ in stages]
         self.updates: list[list[tuple[str, float, tuple[int, ...]]]] = [[] for _ in stages]
         self.filling: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.wanted: Counter[Collective] = Counter()
+        # The same few collectives come again and again.
         self.pieces = functools.cache(lambda wanted, how: cost.pieces(wanted, how, step.where))
+        self.tokens = functools.cache(step.tokens)
+        self.cut = functools.cache(
+            lambda kind, parts: Composition(flat(kind, ("tensor",)).ops, parts)
+        )
 
     def build(self) -> list[Task]:
         step = self.step
@@ -123,21 +131,28 @@ class _Builder:
 
     # ------------------------------------------------------------------ tasks
 
-    def _add(self, stage: int, name: str, resources: tuple[int, ...], seconds: float,
-             after: Iterable[int], site: str = "") -> int:  # fmt: skip
-        self.tasks.append(
-            Task(name, stage, resources, seconds, tuple(dict.fromkeys(after)), 0.0, site)
-        )
+    def _add(
+        self,
+        stage: int,
+        name: str,
+        resources: tuple[int, ...],
+        seconds: float,
+        after: Iterable[int],
+        site: str = "",
+        rank: float = 0.0,
+    ) -> int:
+        needs = tuple(dict.fromkeys(after))
+        self.tasks.append(Task(name, stage, resources, seconds, needs, rank, site))
         return len(self.tasks) - 1
 
     def _compute(
         self, stage: int, name: str, seconds: float, after: Iterable[int], late: bool = False
     ) -> int:
         """Adds a computation; unless it may be late, the program's next one waits for it."""
-        free = self.choice.apart
-        before = after if free and late else (*after, *self.tail[stage])
+        gap = late and self.choice.apart
+        before = after if gap or self.choice.strands else (*after, *self.tail[stage])
         number = self._add(stage, name, (COMPUTE,), seconds + self.chip.launch, before)
-        if not (free and late):
+        if not gap:
             self.tail[stage] = (number,)
         return number
 
@@ -153,7 +168,10 @@ class _Builder:
                 continue
             resources = tuple(1 + level for level in piece.levels)
             resources = (COMPUTE, *resources) if waits else resources
-            last = (self._add(stage, f"{name} {piece.op}", resources, piece.seconds, last, site),)
+            # Other stages stand still for what goes down the pipeline, so it goes first.
+            urgent = -1.0 if site == "pipe" else 0.0
+            name = f"{name} {piece.op}"
+            last = (self._add(stage, name, resources, piece.seconds, last, site, urgent),)
         if waits:
             self.tail[stage] = last
         return last
@@ -163,6 +181,8 @@ class _Builder:
     ) -> tuple[int, ...]:
         """Adds a collective; returns the last primitive of every chunk."""
         how, after = self.choice.how(site, wanted), tuple(after)
+        if not stage:
+            self.wanted[wanted] += 1
         pieces = self.pieces(wanted, how)
         return tuple(
             number
@@ -189,7 +209,9 @@ class _Builder:
             done = (self._compute(stage, name, seconds, after),)
             return done, done
         overlap = self.choice.column if site == "column" else self.choice.row
-        wanted = self.step.tokens(kind)
+        wanted = self.tokens(kind)
+        if not stage:
+            self.wanted[wanted] += 1
         products: list[int] = []
         ends: list[int] = []
         first = kind == "all_gather"
@@ -214,7 +236,7 @@ class _Builder:
         if overlap.kind == "features":
             cut = "contract" if first else "features"
         seconds *= self.chip.slow_down(cut, parts, *shape)
-        pieces = self.pieces(wanted, Composition(flat(kind, ("tensor",)).ops, parts))
+        pieces = self.pieces(wanted, self.cut(kind, parts))
         for part in range(parts):
             label = f"{name} {part}" if parts > 1 else name
             if first:
@@ -232,10 +254,20 @@ class _Builder:
         """Returns what a pass waits for, or None if that is not laid out yet."""
         before = stage - 1 if phase == "F" else stage + 1
         if 0 <= before < self.step.pipe:
-            return self.passed.get((phase, micro, before))
-        if phase == "B":
-            return self.passed.get(("F", micro, stage))
-        return ()
+            come = self.passed.get((phase, micro, before))
+        else:
+            come = self.passed.get(("F", micro, stage)) if phase == "B" else ()
+        kept = self._kept(stage)
+        if come is None or not self.choice.strands or phase == "B" or micro < kept:
+            return come
+        return (*come, *self.passed["B", micro - kept, stage])
+
+    def _kept(self, stage: int) -> int:
+        """Returns how many micro-batches' activations a stage keeps, when passes interleave."""
+        if self.step.pipe == 1:
+            return 2
+        whole = self.step.job.micro_batches
+        return whole if self.step.job.schedule == "gpipe" else 2 * (self.step.pipe - stage)
 
     def _pass(self, stage: int, phase: str, micro: int) -> None:
         step, tag = self.step, f"{phase}{micro}"
@@ -316,7 +348,7 @@ class _Builder:
         late.append(self._compute(stage, f"{name} out dW", part.out, (*arrived, *x), late=True))
         dy = (self._compute(stage, f"{name} mid dX", 2 * part.between, dy),)
         if self.step.tensor > 1 and not gathered:
-            wanted = self.step.tokens("all_gather")
+            wanted = self.tokens("all_gather")
             gathered = self._send(stage, f"{name} in again", "column", wanted, at)
         done, x = self._pair(
             stage, f"{name} in dX", "column", "reduce_scatter", part.into, part.out_shape, dy

@@ -155,6 +155,15 @@ class Step:
         self.rows = job.sequences * job.tokens // parts // job.micro_batches
         self.sharded = math.prod(sizes[axis] for axis in job.shard)
 
+    def resized(self, layers: int, micro_batches: int) -> "Step":
+        """Returns the step with so many layers a stage and micro-batches, each of the same size."""
+        job, parts = self.job, self.job.sequences // self.job.micro_batches
+        model = dataclasses.replace(self.model, layers=layers * self.pipe)
+        job = dataclasses.replace(
+            job, model=model, micro_batches=micro_batches, sequences=parts * micro_batches
+        )
+        return Step(job, self.where)
+
     # ------------------------------------------------------------------ computation
 
     def product(self, rows: float, inner: float, columns: float) -> float:
@@ -254,18 +263,20 @@ class Step:
 
     # ------------------------------------------------------------------ memory
 
-    def memory(self, ahead: int) -> Mapping[str, float]:
+    def memory(self, ahead: int, strands: bool = False) -> Mapping[str, float]:
         """Returns bytes by what they hold, on the first stage, which keeps most micro-batches.
 
         Args:
             ahead: layers whose weights are gathered before they are needed.
+            strands: whether passes of different micro-batches interleave.
         """
-        job, mine = self.job, self.layers * self.layer_weights + 2 * self.outer_weights
-        shards = self.sharded
+        job, shards = self.job, self.sharded
+        outer = 2 if self.pipe == 1 else 1  # table and head, or the table
+        mine = self.layers * self.layer_weights + outer * self.outer_weights
         live = (1 + ahead) * self.layer_weights + self.outer_weights
         kept = mine / shards if job.zero == 3 else mine
-        flying = self.pipe if job.schedule == "1f1b" else job.micro_batches
-        flying = min(flying, job.micro_batches) if self.pipe > 1 else 1
+        flying = self.pipe if job.schedule == "1f1b" or self.pipe == 1 else job.micro_batches
+        flying = min(flying * (1 + strands), job.micro_batches)
         # Values kept of a layer, a token and a channel (Korthikanti et al., without scores).
         whole = self.rows * self.model.width * 34 / self.tensor
         layer = self.activations if job.again else whole
