@@ -118,15 +118,8 @@ def _simulated(step: Step, choice: Choice) -> Simulated:
     return Simulated(timeline.seconds, timeline.busy(0, COMPUTE), timeline.exposed(0))
 
 
-def plan(
-    step: Step, dimensions: frozenset[str] = DIMENSIONS, tiers: frozenset[str] = TIERS
-) -> Planned:
+def plan(step: Step) -> Planned:
     """Plans a step.
-
-    Args:
-        step: the job on its placed mesh.
-        dimensions: of the partition space, those that may be used; fewer for ablations.
-        tiers: of the schedule, likewise.
 
     Returns:
         The best choice found. It is never slower, simulated, than the best baseline, which it
@@ -138,15 +131,29 @@ def plan(
     step.check_memory(0)
     known = baselines(step)
     found = {name: simulated(step, choice) for name, choice in known.items()}
-    choice = _best(step, _candidates(step, dimensions, tiers))
-    if "model" in tiers:
-        buckets = [dataclasses.replace(choice, bucket=bucket) for bucket in _buckets(step)]
-        choice = _best(step, buckets)
-    result, name = simulated(step, choice), "plan"
+    name = "plan"
+    choice, result = searched(step)
     strongest = min(found, key=lambda each: found[each].seconds)
     if found[strongest].seconds < result.seconds:
         name, choice, result = strongest, known[strongest], found[strongest]
     return Planned(name, choice, result, found, bound(step))
+
+
+def searched(
+    step: Step, dimensions: frozenset[str] = DIMENSIONS, tiers: frozenset[str] = TIERS
+) -> tuple[Choice, Simulated]:
+    """Returns the best choice of the planner's space, whatever baselines do.
+
+    Args:
+        step: the job on its placed mesh.
+        dimensions: of the partition space, those that may be used; fewer for ablations.
+        tiers: of the schedule, likewise.
+    """
+    choice = _best(step, _candidates(step, dimensions, tiers))
+    if "model" in tiers:
+        buckets = [dataclasses.replace(choice, bucket=bucket) for bucket in _buckets(step)]
+        choice = _best(step, buckets)
+    return choice, simulated(step, choice)
 
 
 def baselines(step: Step) -> dict[str, Choice]:

@@ -1,0 +1,276 @@
+"""What planned communication should gain: models x hybrids x clusters, all of it simulated.
+
+    python -m experiments.centauri_table [--cluster a100:4x8] [--gantt]
+
+Every row is one model on one mesh of one cluster: the simulated seconds of the blocking step, of
+fixed buckets (best size), of one-layer prefetch and of the plan; the bound, the plan's share of
+what is attainable, and what is lost without each dimension of the partition space and each tier of
+the schedule. What does not fit a device's memory is left out, and counted. Rows go to
+experiments/results/centauri.csv; notes in --out let the same command go on where it stopped. Pictures:
+centauri_gains.png beside the rows; in --out the blocking and the planned schedule of one job, drawn
+and as traces for Perfetto.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from experiments import plots_schedule, report
+from experiments.bench_decode import RESULTS
+from parallel.cluster import Cluster, Placement
+from parallel.graph import build
+from parallel.schedule import DIMENSIONS, TIERS, Planned, baselines, plan, searched
+from parallel.simulate import simulate
+from parallel.workload import Job, Model, Step
+
+TOKENS = 2048
+# Sizes of GPT-3 (Brown et al. 2020, table 2.1; vocabulary padded to a multiple of 128 x 8) and of
+# LLaMA (Touvron et al. 2023, table 2).
+MODELS = (
+    Model("GPT-3 1.3B", 24, 2048, 8192, 16, 16, 51200, False),
+    Model("GPT-3 6.7B", 32, 4096, 16384, 32, 32, 51200, False),
+    Model("GPT-3 13B", 40, 5120, 20480, 40, 40, 51200, False),
+    Model("GPT-3 175B", 96, 12288, 49152, 96, 96, 51200, False),
+    Model("LLaMA 7B", 32, 4096, 11008, 32, 32, 32000, True),
+    Model("LLaMA 13B", 40, 5120, 13824, 40, 40, 32000, True),
+    Model("LLaMA 33B", 60, 6656, 17920, 52, 52, 32000, True),
+    Model("LLaMA 65B", 80, 8192, 22016, 64, 64, 32000, True),
+)
+CLUSTERS = (
+    "a100:4x8",
+    "a100-25g:4x8",
+    "v5e:16x16",
+    "h100:16x8",
+    "a100:128x8",
+    "v6e:16x16",
+    "h200:4x8",
+    "v4:4x4x8",
+    "v5p:4x8x8",
+    "v5e:2*16x16",
+)
+COLUMNS = ("cluster", "model", "hybrid", "blocking", "buckets", "prefetch", "plan", "share")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid:
+    """How a model is spread.
+
+    Attributes:
+        name: for the table.
+        tensor: devices along `tensor`; for a torus the same.
+        pipe: pipeline stages.
+        shard: axes of the shards; "host" is there only where the cluster has two levels.
+        zero: see `workload.Job`.
+        micro: micro-batches.
+    """
+
+    name: str
+    tensor: int
+    pipe: int
+    shard: tuple[str, ...]
+    zero: Literal[0, 1, 2, 3]
+    micro: int
+
+
+HYBRIDS = (
+    Hybrid("FSDP+DP", 1, 1, ("fsdp",), 3, 2),
+    Hybrid("ZeRO-3 across nodes", 1, 1, ("host", "fsdp"), 3, 2),
+    Hybrid("TP+SP", 8, 1, ("host", "data"), 1, 4),
+    Hybrid("TP+PP+DP", 8, 4, ("data",), 1, 8),
+    Hybrid("PP+ZeRO", 1, 4, ("data",), 1, 8),
+)
+
+
+def define_flags() -> None:
+    """Declares this script's flags."""
+    flags.DEFINE_string("rows", str(RESULTS), "Folder of centauri.csv.")
+    flags.DEFINE_string("out", "out/centauri", "Folder for traces.")
+    flags.DEFINE_bool("gantt", False, "Only draw one job's schedules.")
+    flags.DEFINE_multi_string("cluster", [], "Clusters instead of all; repeat for several.")
+    flags.DEFINE_bool("smoke", False, "Two rows.")
+
+
+def mesh_of(cluster: Cluster, hybrid: Hybrid) -> dict[str, int]:
+    """Returns the mesh of a hybrid on a cluster: tensor inside, replicas outside.
+
+    Raises:
+        ValueError: if the cluster's size does not divide.
+    """
+    inner = cluster.links[0].size
+    group = hybrid.tensor * hybrid.pipe
+    if cluster.size % group or (len(cluster.links) == 1 and inner % group):
+        raise ValueError(f"{cluster.name} has {cluster.size} devices, no multiple of {group}.")
+    mesh: dict[str, int] = {}
+    if "fsdp" in hybrid.shard:
+        nodes = cluster.size // inner
+        mesh = {"host": nodes, "fsdp": inner} if nodes > 1 else {"fsdp": inner}
+    else:
+        # Stages of tensor groups follow each other across nodes; replicas are outermost.
+        mesh = {"data": cluster.size // group}
+        nodes = cluster.size // inner
+        if hybrid.pipe == 1 and hybrid.tensor < inner and nodes > 1:
+            mesh = {"host": nodes, "data": inner // hybrid.tensor}
+    if hybrid.pipe > 1:
+        mesh["pipe"] = hybrid.pipe
+    if hybrid.tensor > 1:
+        mesh["tensor"] = hybrid.tensor
+    return mesh
+
+
+def step_of(model: Model, cluster: Cluster, hybrid: Hybrid) -> Step:
+    """Returns a step with one sequence a device and micro-batch, kept whole if there is room.
+
+    Raises:
+        ValueError: if the model does not divide, or does not fit.
+    """
+    mesh = mesh_of(cluster, hybrid)
+    shard = tuple(axis for axis in hybrid.shard if axis in mesh)
+    replicas = cluster.size // (hybrid.tensor * hybrid.pipe)
+    sequences = replicas * hybrid.micro * (2 if hybrid.tensor == 1 else 4)
+    where = Placement(cluster, mesh)
+    for again in (False, True):
+        job = Job(model, TOKENS, sequences, hybrid.micro, shard, hybrid.zero, "1f1b", again, True)
+        step = Step(job, where)
+        try:
+            step.check_memory(0)
+        except ValueError:
+            if again:
+                raise
+        else:
+            break
+    return step
+
+
+def jobs(clusters: tuple[str, ...]) -> Iterator[tuple[str, Model, Hybrid]]:
+    """Yields every combination."""
+    for cluster in clusters:
+        for model in MODELS:
+            for hybrid in HYBRIDS:
+                yield cluster, model, hybrid
+
+
+def row_of(cluster: str, model: Model, hybrid: Hybrid) -> dict[str, Any] | str:
+    """Returns one row, or why there is none."""
+    try:
+        step = step_of(model, Cluster.parse(cluster), hybrid)
+    except ValueError as error:
+        return str(error)
+    clock = time.perf_counter()
+    best = plan(step)
+    took = time.perf_counter() - clock
+    less = {
+        **{f"without {name}": {"dimensions": DIMENSIONS - {name}} for name in sorted(DIMENSIONS)},
+        **{f"without {name} tier": {"tiers": TIERS - {name}} for name in sorted(TIERS)},
+    }
+    return {
+        "cluster": cluster,
+        "model": model.name,
+        "hybrid": hybrid.name,
+        "mesh": " ".join(f"{axis}={size}" for axis, size in step.where.sizes.items()),
+        "kind": "simulated",
+        **seconds(best),
+        **{name: searched(step, **some)[1].seconds for name, some in less.items()},
+        "recomputed": step.job.again,
+        "chosen": best.name,
+        "gather": str(best.choice.gather or "-"),
+        "scatter": str(best.choice.scatter or "-"),
+        "reduce": str(best.choice.reduce or "-"),
+        "column": str(best.choice.column),
+        "row": str(best.choice.row),
+        "ahead": best.choice.ahead,
+        "when": best.choice.when,
+        "bucket": best.choice.bucket,
+        "strands": best.choice.strands,
+        "order": best.choice.order,
+        "planned_in_s": took,
+    }
+
+
+def seconds(best: Planned) -> Mapping[str, float]:
+    """Returns what a row says of time."""
+    blocking = best.baselines["blocking"]
+    return {
+        "blocking": blocking.seconds,
+        "buckets": best.baselines["buckets"].seconds,
+        "prefetch": best.baselines["prefetch"].seconds,
+        "plan": best.result.seconds,
+        "bound": best.bound,
+        "share": best.share,
+        "sent_over_computed": blocking.exposed / blocking.computing,
+        "exposed_blocking": blocking.exposed,
+        "exposed_plan": best.result.exposed,
+    }
+
+
+def table(args: flags.FlagValues) -> list[dict[str, Any]]:
+    """Returns all rows, those of an earlier run of the same commit from its notes."""
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    notes = out / f"rows-{report.provenance()['commit']}.jsonl"
+    known: dict[str, Any] = {}
+    if notes.exists():
+        for line in notes.read_text(encoding="utf-8").splitlines():
+            known.update(json.loads(line))
+    every = list(jobs(tuple(args.cluster) or CLUSTERS))[: 6 if args.smoke else None]
+    with notes.open("a", encoding="utf-8") as file, tqdm(every, unit="row") as bar:
+        for cluster, model, hybrid in bar:
+            key = f"{cluster} | {model.name} | {hybrid.name}"
+            bar.set_postfix_str(key)
+            if key not in known:
+                known[key] = row_of(cluster, model, hybrid)
+                file.write(json.dumps({key: known[key]}) + "\n")
+                file.flush()
+    wanted = [
+        known[f"{cluster} | {model.name} | {hybrid.name}"] for cluster, model, hybrid in every
+    ]
+    refused = [row for row in wanted if isinstance(row, str)]
+    print(f"{len(refused)} of {len(wanted)} combinations do not divide or do not fit")
+    return [row for row in wanted if not isinstance(row, str)]
+
+
+def draw(out: pathlib.Path) -> None:
+    """Draws and saves the blocking and the planned schedule of one job, two layers of it."""
+    step = step_of(MODELS[4], Cluster.parse("a100:4x8"), HYBRIDS[1]).resized(2, 1)
+    best = plan(step)
+    beside = step.where.cluster.chip.beside
+    levels = [link.name for link in step.where.cluster.links]
+    shown = {}
+    for name, choice in (("blocking", baselines(step)["blocking"]), ("plan", best.choice)):
+        shown[name] = simulate(build(step, choice), beside)
+        shown[name].save_trace(out / f"{name}.trace.json", levels)
+    title = f"{step.model.name}, ZeRO-3 over {step.where.cluster.name}, two layers (simulated)"
+    plots_schedule.gantt(out / "gantt.png", title, shown, levels)
+
+
+def main(argv: list[str]) -> None:
+    """Makes the table, or the pictures of one job."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
+    args = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)
+    out, rows = pathlib.Path(args.out), pathlib.Path(args.rows)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        draw(out)
+        print(f"wrote {out}/gantt.png and traces for Perfetto")
+        if args.gantt:
+            return
+        found = table(args)
+    except ValueError as error:
+        sys.exit(f"Error: {error}")
+    report.write_csv(rows / "centauri.csv", found)
+    plots_schedule.gains(rows / "centauri_gains.png", found)
+    print("all seconds are simulated")
+    print(report.table(found, COLUMNS))
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
