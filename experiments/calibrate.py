@@ -41,6 +41,7 @@ from parallel import cost
 from parallel.chips import Chip, Cut, Link
 from parallel.cluster import Cluster, Placement
 from parallel.partition import Composition, Kind
+from parallel.simulate import COMPUTE, Task, simulate
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 CUTS: tuple[Cut, ...] = ("tokens", "features", "contract")
@@ -231,16 +232,16 @@ def fit_chip(rig: Rig, seen: Mapping[str, Measured], memory: float, source: str)
 
 
 def beside_each_other(compute: float, talk: float, slow: float) -> float:
-    """Returns the seconds of products and a collective that start together.
-
-    Products run `slow` times slower until the collective, which loses nothing, has ended.
+    """Returns the simulated seconds of products and a collective that start together.
 
     Args:
         compute: seconds of the products alone.
         talk: seconds of the collective alone.
         slow: `Chip.beside`.
     """
-    return max(talk, compute + talk * (1 - 1 / slow))
+    products = Task("products", 0, (COMPUTE,), compute, ())
+    collective = Task("collective", 0, (COMPUTE + 1,), talk, (), site="reduce")
+    return simulate([products, collective], slow).seconds
 
 
 def fit_cluster(rig: Rig, seen: Mapping[str, Measured], memory: float, source: str) -> Cluster:

@@ -19,7 +19,7 @@ from parallel.graph import build, pair_seconds, wanted
 from parallel.overlap import PLAIN, Overlap
 from parallel.partition import Collective, Composition, compositions
 from parallel.plan import Plan
-from parallel.simulate import COMPUTE, simulate
+from parallel.simulate import simulate
 from parallel.workload import Step
 
 DIMENSIONS = frozenset({"primitive", "group", "workload"})
@@ -115,7 +115,7 @@ def _extended(at: Sequence[int], values: Sequence[float], wanted: int) -> float:
 
 def _simulated(step: Step, choice: Choice) -> Simulated:
     timeline = simulate(build(step, choice), step.where.cluster.chip.beside)
-    return Simulated(timeline.seconds, timeline.busy(0, COMPUTE), timeline.exposed(0))
+    return Simulated(timeline.seconds, timeline.computing(0), timeline.exposed(0))
 
 
 def plan(step: Step) -> Planned:

@@ -11,7 +11,7 @@ import heapq
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 COMPUTE = 0  # resource of a stage; link level i is resource 1 + i
@@ -64,8 +64,12 @@ class Timeline:
         return 1 + max((task.stage for task in self.tasks), default=-1)
 
     def busy(self, stage: int, resource: int) -> float:
-        """Returns the seconds in which a stage's resource does something."""
+        """Returns the seconds in which a stage's resource is held, waiting for a link or not."""
         return _length(self._intervals(stage, lambda task: resource in task.resources))
+
+    def computing(self, stage: int) -> float:
+        """Returns the seconds in which a stage computes."""
+        return _length(self._intervals(stage, lambda task: not task.site))
 
     def exposed(self, stage: int) -> float:
         """Returns the seconds in which a stage sends and does not compute.
@@ -76,7 +80,7 @@ class Timeline:
         products = self._intervals(stage, lambda task: not task.site)
         return _length(sent + products) - _length(products)
 
-    def _intervals(self, stage: int, wanted) -> list[tuple[float, float]]:  # type: ignore[no-untyped-def]
+    def _intervals(self, stage: int, wanted: Callable[[Task], bool]) -> list[tuple[float, float]]:
         rows = zip(self.tasks, self.start, self.end, strict=True)
         return [(start, end) for task, start, end in rows if task.stage == stage and wanted(task)]
 

@@ -15,7 +15,9 @@ def one_device() -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags}
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+def python(
+    *arguments: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess:
     """Runs Python from the repository's root on one device, not on conftest's eight."""
     return subprocess.run(
         [sys.executable, *arguments],
@@ -23,5 +25,5 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         env=one_device() | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )

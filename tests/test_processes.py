@@ -1,6 +1,8 @@
 """Real processes and real collectives (Gloo, loopback): one curve, clear ends, exact resumption."""
 
 import csv
+import email
+import pathlib
 import signal
 import socket
 import subprocess
@@ -39,12 +41,12 @@ def launched(folder, mesh, count, steps=training_job.STEPS):
     ]
 
 
-def finished(running):
+def finished(running, timeout=TIMEOUT):
     """Waits for all; returns (exit status, errors) of each."""
     out = []
     for process in running:
         try:
-            _, errors = process.communicate(timeout=TIMEOUT)
+            _, errors = process.communicate(timeout=timeout)
         finally:
             process.kill()
         out.append((process.returncode, errors))
@@ -121,15 +123,15 @@ def test_processes_are_named_whole_or_not(given, words):
 
 @pytest.mark.slow
 def test_a_drafter_trained_by_two_processes(tmp_path):
-    """The code pair's drafter, 60 steps, same data order: rank-1 success within 0.01."""
-    train = ("-m", "experiments.train")
+    """The code pair's drafter, 60 steps on one package, same order: rank-1 success within 0.01."""
+    train = ("-m", "experiments.train", f"--data=text:{pathlib.Path(email.__file__).parent}")
     done = processes.python(
-        *train, "--config=code_target", "--steps=40", f"--out={tmp_path / 'target'}"
+        *train, "--config=code_target", "--steps=40", f"--out={tmp_path / 'target'}", timeout=900
     )
     assert done.returncode == 0, done.stderr[-2000:]
     target = f"--target={tmp_path / 'target' / 'model'}"
     job = (*train, "--config=code_drafter", "--steps=60", target)
-    done = processes.python(*job, f"--out={tmp_path / 'one'}")
+    done = processes.python(*job, f"--out={tmp_path / 'one'}", timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     many = (*job, f"--out={tmp_path / 'two'}", "--mesh=data=2", "--num_processes=2")
     port = free_port()
@@ -144,7 +146,7 @@ def test_a_drafter_trained_by_two_processes(tmp_path):
         )
         for number in range(2)
     ]
-    for status, errors in finished(running):
+    for status, errors in finished(running, timeout=900):
         assert status == 0, errors[-2000:]
     one, two = (scores(tmp_path / name) for name in ("one", "two"))
     assert one["rank_1"] > 0.02
