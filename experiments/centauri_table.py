@@ -6,9 +6,9 @@ Every row is one model on one mesh of one cluster: the simulated seconds of the 
 fixed buckets (best size), of one-layer prefetch and of the plan; the bound, the plan's share of
 what is attainable, and what is lost without each dimension of the partition space and each tier of
 the schedule. What does not fit a device's memory is left out, and counted. Rows go to
-experiments/results/centauri.csv; notes in --out let the same command go on where it stopped. Pictures:
-centauri_gains.png beside the rows; in --out the blocking and the planned schedule of one job, drawn
-and as traces for Perfetto.
+experiments/results/centauri.csv; notes in --out let the same command go on where it stopped.
+Pictures: centauri_gains.png beside the rows; in --out the blocking and the planned schedule of one
+job, drawn and as traces for Perfetto.
 """
 
 import dataclasses
