@@ -90,11 +90,11 @@ HYBRIDS = (
 
 def define_flags() -> None:
     """Declares this script's flags."""
-    flags.DEFINE_string("rows", str(RESULTS), "Folder of centauri.csv.")
+    flags.DEFINE_string("rows", str(RESULTS), "Folder of centauri.csv; with --smoke it is --out.")
     flags.DEFINE_string("out", "out/centauri", "Folder for traces.")
     flags.DEFINE_bool("gantt", False, "Only draw one job's schedules.")
     flags.DEFINE_multi_string("cluster", [], "Clusters instead of all; repeat for several.")
-    flags.DEFINE_bool("smoke", False, "Two rows.")
+    flags.DEFINE_bool("smoke", False, "Three rows.")
 
 
 def mesh_of(cluster: Cluster, hybrid: Hybrid) -> dict[str, int]:
@@ -218,7 +218,7 @@ def table(args: flags.FlagValues) -> list[dict[str, Any]]:
     if notes.exists():
         for line in notes.read_text(encoding="utf-8").splitlines():
             known.update(json.loads(line))
-    every = list(jobs(tuple(args.cluster) or CLUSTERS))[: 6 if args.smoke else None]
+    every = list(jobs(tuple(args.cluster) or CLUSTERS))[: 3 if args.smoke else None]
     with notes.open("a", encoding="utf-8") as file, tqdm(every, unit="row") as bar:
         for cluster, model, hybrid in bar:
             key = f"{cluster} | {model.name} | {hybrid.name}"
@@ -255,7 +255,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
     args = flags.FLAGS
     logging.set_verbosity(logging.WARNING)
-    out, rows = pathlib.Path(args.out), pathlib.Path(args.rows)
+    out = pathlib.Path(args.out)
+    rows = out if args.smoke else pathlib.Path(args.rows)
     try:
         out.mkdir(parents=True, exist_ok=True)
         draw(out)

@@ -31,6 +31,8 @@ def test_generate(tmp_path):
         ("bench_verify", (), "traversal"),
         ("bench_kernels", (), "tpu, interpreted"),
         ("tune_kernels", (), "largest difference"),
+        ("centauri_table", (), "all seconds are simulated"),
+        ("calibrate", (), "loopback"),
     ],
 )
 def test_benchmarks(tmp_path, script, flags, word):
