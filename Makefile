@@ -11,7 +11,7 @@ ONE_DEVICE := XLA_FLAGS=--xla_force_host_platform_device_count=1
 PLATFORM ?= cpu
 PYTEST := JAX_PLATFORMS=$(PLATFORM) $(BIN)/python -m pytest
 
-.PHONY: demo test lint lossless exact exact-smollm2 test-plans test-kernels test-aot parity bench-decode bench-verify clean
+.PHONY: demo test lint lossless exact exact-smollm2 test-plans test-planner test-kernels test-aot parity bench-decode bench-verify calibrate plan-table clean
 
 demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
 	$(BIN)/python -m experiments.generate --out out/demo
@@ -39,6 +39,9 @@ test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipelin
 	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_mesh_training.py tests/test_plans.py
 	$(PYTEST) -q -m slow tests/test_processes.py
 
+test-planner: .venv/ready  ## More meshes for the cost model, more jobs for the planner (long).
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_cost.py tests/test_schedule.py tests/test_exact.py
+
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
 	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_*.py
 
@@ -53,6 +56,12 @@ bench-decode: .venv/ready-parity  ## Speed: minimal loop, transformers, width cu
 
 bench-verify: .venv/ready  ## Cost of merge, accept and commit, without the model.
 	$(BIN)/python -m experiments.bench_verify
+
+calibrate: .venv/ready  ## This machine as a cluster; two experiments over a shaped link (root).
+	$(BIN)/python -m experiments.calibrate
+
+plan-table: .venv/ready  ## What plans should gain, simulated: models, hybrids, clusters (long).
+	$(BIN)/python -m experiments.centauri_table
 
 clean:
 	rm -rf .venv out
