@@ -83,8 +83,8 @@ HYBRIDS = (
     Hybrid("FSDP+DP", 1, 1, ("fsdp",), 3, 2),
     Hybrid("ZeRO-3 across nodes", 1, 1, ("host", "fsdp"), 3, 2),
     Hybrid("TP+SP", 8, 1, ("host", "data"), 1, 4),
-    Hybrid("TP+PP+DP", 8, 4, ("data",), 1, 8),
-    Hybrid("PP+ZeRO", 1, 4, ("data",), 1, 8),
+    Hybrid("TP+PP+DP", 8, 2, ("data",), 1, 8),
+    Hybrid("PP+ZeRO", 1, 4, ("host", "data"), 1, 8),
 )
 
 
@@ -112,11 +112,11 @@ def mesh_of(cluster: Cluster, hybrid: Hybrid) -> dict[str, int]:
         nodes = cluster.size // inner
         mesh = {"host": nodes, "fsdp": inner} if nodes > 1 else {"fsdp": inner}
     else:
-        # Stages of tensor groups follow each other across nodes; replicas are outermost.
+        # Tensor groups inside; their stages beside them, or across nodes; replicas outermost.
         mesh = {"data": cluster.size // group}
         nodes = cluster.size // inner
-        if hybrid.pipe == 1 and hybrid.tensor < inner and nodes > 1:
-            mesh = {"host": nodes, "data": inner // hybrid.tensor}
+        if group < inner and nodes > 1:
+            mesh = {"host": nodes, "data": inner // group}
     if hybrid.pipe > 1:
         mesh["pipe"] = hybrid.pipe
     if hybrid.tensor > 1:

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from parallel import cost
+from parallel.bound import bound
 from parallel.choice import SITES, Choice
-from parallel.graph import build, pair_seconds, wanted
+from parallel.graph import build, pair_seconds
 from parallel.overlap import PLAIN, Overlap
 from parallel.partition import Collective, Composition, compositions
 from parallel.plan import Plan
@@ -55,7 +56,7 @@ class Planned:
         choice: see `choice.Choice`.
         result: of the choice, simulated.
         baselines: of the steps that it was compared with, simulated.
-        bound: seconds that no choice can go below, see `bound`.
+        bound: seconds that no choice can go below, see `parallel.bound`.
     """
 
     name: str
@@ -296,61 +297,6 @@ def _overlap(step: Step, site: str, dimensions: frozenset[str]) -> Overlap:
         if took < least:
             best, least = way, took
     return best
-
-
-def bound(step: Step) -> float:
-    """Returns seconds that no choice goes below: products, links, and the pipeline's path.
-
-    Products cannot be quicker than whole ones, and are slowed down while something is sent. What
-    is sent crosses every level at least as often as in the composition that suits the level best;
-    a collective uses one composition for both levels, so any weighting of them gives a bound.
-    """
-    chip, count, pipe = step.where.cluster.chip, step.job.micro_batches, step.pipe
-    forward = step.layers * sum(part.into + part.between + part.out for part in step.parts())
-    between = step.layers * sum(part.between for part in step.parts())
-    inputs, weights = forward + between, forward - between
-    again = forward if step.job.again else 0.0
-    head = step.head() if pipe == 1 else 0.0
-    busy = count * (forward + again + inputs + weights + 3 * head) + step.update(
-        step.layers * step.layer_weights / step.sharded
-    )
-    if again:  # the last product of a layer is not needed again
-        busy -= count * step.layers * step.parts()[-1].out
-        inputs += again - step.layers * step.parts()[-1].out
-    sent = max(_sent(step, weight / 8) for weight in range(9))
-    slowed = busy + sent * (1 - 1 / chip.beside)
-    path = (pipe - 1 + count) * (forward + inputs)
-    late = (pipe - 1) * forward + count * (forward + inputs + weights)
-    # Replicas are summed once, from the last backward pass on; two micro-batches may be on the way.
-    before = (count * forward + max(count - 2, 0) * inputs) if step.replicas else 0.0
-    summed = max(_sent(step, weight / 8, "all_reduce") for weight in range(9))
-    return max(slowed, sent, path, late, before + summed)
-
-
-def _sent(step: Step, weight: float, kind: str | None = None) -> float:
-    """Returns the least weighted time of the two levels, over compositions; of one kind or all."""
-    total, where = 0.0, step.where
-    weights = (weight, 1 - weight)
-    for collective, times in wanted(step.resized(step.layers, 1)).items():
-        if kind not in (None, collective.kind):
-            continue
-        sizes = {axis: where.sizes[axis] for axis in collective.axes}
-        least = float("inf")
-        for how in compositions(collective.kind, sizes):
-            took = 0.0
-            for piece in cost.pieces(collective, how, where):
-                for level in piece.levels:
-                    link = where.cluster.links[level]
-                    wires = where.span(piece.op.axes).wires if link.torus else 1
-                    took += (
-                        weights[level] * piece.nbytes[level] / (link.rate * link.reached * wires)
-                    )
-            least = min(least, took)
-        repeated = collective.axes == ("tensor",) or (
-            step.job.zero == 3 and collective.kind == "all_gather"
-        )
-        total += times * least * (step.job.micro_batches if repeated else 1)
-    return total
 
 
 def executable(choice: Choice, step: Step) -> Plan:

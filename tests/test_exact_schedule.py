@@ -164,7 +164,7 @@ def test_greedy_is_close_to_exact_as_planned():
 @pytest.mark.parametrize("way", ["plain", "tokens/2", "ring"])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_greedy_beside_products_over_tensor(way, tensor):
-    step = step_of("h100:2x8", {"data": 16 // tensor, "tensor": tensor})
+    step = step_of("h100:1x8", {"data": 8 // tensor, "tensor": tensor})
     choice = Choice(
         apart=True, waits=frozenset(), column=Overlap.parse(way), row=Overlap.parse(way)
     )

@@ -104,7 +104,7 @@ LONG = {
     "data": ("a100:4x8", {"host": 4, "data": 8}, 12, 14, {}),
     "zero 3": ("a100-25g:4x8", {"host": 4, "fsdp": 8}, 12, 12, {"shard": FSDP, "zero": 3}),
     "tensor": ("a100:4x8", {"data": 4, "tensor": 8}, 10, 12, {}),
-    "1f1b": ("h100:2x8", {"data": 4, "pipe": 2, "tensor": 2}, 18, 16, {}),
+    "1f1b": ("h100:1x8", {"data": 2, "pipe": 2, "tensor": 2}, 18, 16, {}),
     "gpipe": ("a100:4x8", {"host": 4, "data": 2, "pipe": 4}, 32, 24, {"schedule": "gpipe"}),
 }
 
@@ -282,7 +282,7 @@ def test_ablations(name):
         elif gone == "layer":
             assert (choice.ahead, choice.apart, choice.order) == (0, False, "program")
         else:
-            assert (choice.strands, choice.deferred, choice.bucket) == (False, False, 4)
+            assert (choice.strands, choice.deferred, choice.bucket) == (False, False, step.layers)
             assert choice.waits >= {"reduce", "scatter"}
     none, _ = searched(step, NOTHING, NOTHING)
     assert none.waits == {"reduce", "scatter"}
