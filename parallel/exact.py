@@ -101,6 +101,7 @@ def solve(tasks: Sequence[Task], limit: float = 60.0) -> Exact:
     objective[count] = 1.0
     integer = np.zeros(size)
     integer[count + 1 :] = 1
+    listed = simulate(justified(list(tasks)))
     found = milp(
         objective,
         integrality=integer,
@@ -112,6 +113,8 @@ def solve(tasks: Sequence[Task], limit: float = 60.0) -> Exact:
         raise ValueError(f"No order of {count} tasks in {limit} s ({found.message}): allow more.")
     bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
     starts = tuple(float(start) * horizon for start in found.x[:count])
+    if listed.seconds < found.fun * horizon:  # the solver had no time to find it
+        return Exact(listed.seconds, float(bound) * horizon, tuple(listed.start))
     return Exact(float(found.fun) * horizon, float(bound) * horizon, starts)
 
 

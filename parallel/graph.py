@@ -14,7 +14,7 @@ from parallel.chips import Cut
 from parallel.choice import Choice
 from parallel.overlap import Overlap
 from parallel.partition import Collective, Composition, Kind, flat
-from parallel.priority import justified, ranked
+from parallel.priority import justified, order, ranked
 from parallel.simulate import COMPUTE, Task, simulate
 from parallel.workload import Part, Step
 
@@ -47,19 +47,6 @@ def pair_seconds(step: Step, site: str, overlap: Overlap, beside: float) -> floa
     return simulate(builder.tasks, beside).seconds
 
 
-def order(step: Step, stage: int) -> list[tuple[str, int]]:
-    """Returns a stage's passes, ("F" or "B", micro-batch), in the order of its schedule."""
-    job, count = step.job, step.job.micro_batches
-    forward, backward = [("F", m) for m in range(count)], [("B", m) for m in range(count)]
-    if step.pipe == 1:
-        return [each for pair in zip(forward, backward, strict=True) for each in pair]
-    if job.schedule == "gpipe":
-        return forward + backward
-    first = min(step.pipe - stage, count)
-    rest = [each for pair in zip(backward, forward[first:], strict=False) for each in pair]
-    return forward[:first] + rest + backward[count - first :]
-
-
 class _Builder:
     def __init__(self, step: Step, choice: Choice):
         self.step, self.choice, self.where = step, choice, step.where
@@ -76,6 +63,8 @@ class _Builder:
         self.reduced: list[list[int]] = [[] for _ in stages]
         self.updates: list[list[tuple[str, float, tuple[int, ...]]]] = [[] for _ in stages]
         self.filling: dict[tuple[int, int], tuple[int, ...]] = {}
+        # What earlier micro-batches have added, or are about to add, to a block's gradients.
+        self.added: dict[tuple[int, object], tuple[int, ...]] = {}
         self.wanted: Counter[Collective] = Counter()
         # The same few collectives come again and again.
         self.pieces = functools.cache(lambda wanted, how: cost.pieces(wanted, how, step.where))
@@ -139,8 +128,8 @@ class _Builder:
             resources = (COMPUTE, *resources) if waits else resources
             # Other stages stand still for what goes down the pipeline, so it goes first.
             urgent = -1.0 if site == "pipe" else 0.0
-            name = f"{name} {piece.op}"
-            last = (self._add(stage, name, resources, piece.seconds, last, site, urgent),)
+            label = f"{name} {piece.op}"
+            last = (self._add(stage, label, resources, piece.seconds, last, site, urgent),)
         if waits:
             self.tail[stage] = last
         return last
@@ -244,12 +233,19 @@ class _Builder:
         last_stage = stage == step.pipe - 1
         layers = range(step.layers)
         if phase == "F":
+            if stage == 0:
+                x = (*x, *self._weights(stage, f"{tag} table", "table", micro == 0))
+                if step.tensor > 1:  # rows that devices looked up, summed
+                    wanted = step.tokens("reduce_scatter")
+                    x = self._send(stage, f"{tag} table", "row", wanted, x)
             for layer in layers:
                 ready = self._weights(stage, f"{tag} L{layer}", layer, micro == 0)
                 x, _ = self._forward(stage, f"{tag} L{layer}", x, ready)
                 self.blocks[stage].append(self.tail[stage][0])
             if last_stage:
                 ready = self._weights(stage, f"{tag} head", "head", micro == 0)
+                if step.tensor > 1:
+                    x = self._send(stage, f"{tag} head", "column", step.tokens("all_gather"), x)
                 x = (self._compute(stage, f"{tag} head", step.head(), (*x, *ready)),)
                 self.blocks[stage].append(x[0])
         else:
@@ -258,10 +254,16 @@ class _Builder:
                 x = (self._compute(stage, f"{tag} head dX", step.head(), (*x, *ready)),)
                 self.blocks[stage].append(x[0])
                 dw = self._compute(stage, f"{tag} head dW", step.head(), x, late=True)
+                self.late[stage].append((dw,))
                 self._gradient(stage, f"{tag} head", "head", micro, (dw,))
+                if step.tensor > 1:
+                    wanted = step.tokens("reduce_scatter")
+                    x = self._send(stage, f"{tag} head", "column", wanted, x)
             for layer in reversed(layers):
                 x = self._backward(stage, f"{tag} L{layer}", layer, micro, x)
             if stage == 0:
+                if step.tensor > 1:
+                    x = self._send(stage, f"{tag} table", "row", step.tokens("all_gather"), x)
                 self._gradient(stage, f"{tag} table", "table", micro, x)
         after = stage + 1 if phase == "F" else stage - 1
         if 0 <= after < step.pipe:
@@ -332,7 +334,8 @@ class _Builder:
 
     def _owned(self, stage: int) -> list[object]:
         """Returns what a stage has weights of, in the order of the forward pass."""
-        owned: list[object] = [*range(self.step.layers)]
+        owned: list[object] = ["table"] if stage == 0 else []
+        owned += range(self.step.layers)
         return owned + (["head"] if stage == self.step.pipe - 1 else [])
 
     def _gather_once(self, stage: int) -> None:
@@ -361,7 +364,11 @@ class _Builder:
         """Sends a block's gradients, or lets them wait until their bucket is full."""
         step, job = self.step, self.step.job
         end = micro == job.micro_batches - 1
-        if not end and not (job.zero >= 2 and self.choice.when == "each"):
+        each = job.zero >= 2 and self.choice.when == "each"
+        if not each:  # what is sent is the sum over all micro-batches
+            after = (*self.added.pop((stage, which), ()), *after)
+        if not end and not each:
+            self.added[stage, which] = after
             return
         count = 1
         if isinstance(which, int):
@@ -373,6 +380,9 @@ class _Builder:
         weights = count * self._count(which)
         if job.zero:
             after = self._send(stage, f"{tag} scatter", "scatter", step.scatter(weights), after)
+        if each:  # shards are added up
+            after = (*self.added.pop((stage, which), ()), *after)
+            self.added[stage, which] = after
         if end and step.replicas:
             after = self._send(stage, f"{tag} reduce", "reduce", step.reduce(weights), after)
         if end:

@@ -1,6 +1,7 @@
-"""In which order tasks are started that could start: the planner's greedy orders."""
+"""In which order a stage does things: its passes, and of tasks that could start the first."""
 
 from parallel.simulate import Task, simulate
+from parallel.workload import Step
 
 
 def ranked(tasks: list[Task]) -> list[Task]:
@@ -33,3 +34,16 @@ def justified(tasks: list[Task]) -> list[Task]:
     late = simulate(backwards).end
     orders.append([task._replace(rank=-late[last - n]) for n, task in enumerate(tasks)])
     return min(orders, key=lambda each: simulate(each).seconds)
+
+
+def order(step: Step, stage: int) -> list[tuple[str, int]]:
+    """Returns a stage's passes, ("F" or "B", micro-batch), in the order of its schedule."""
+    job, count = step.job, step.job.micro_batches
+    forward, backward = [("F", m) for m in range(count)], [("B", m) for m in range(count)]
+    if step.pipe == 1:
+        return [each for pair in zip(forward, backward, strict=True) for each in pair]
+    if job.schedule == "gpipe":
+        return forward + backward
+    first = min(step.pipe - stage, count)
+    rest = [each for pair in zip(backward, forward[first:], strict=False) for each in pair]
+    return forward[:first] + rest + backward[count - first :]

@@ -81,12 +81,13 @@ def simulated(step: Step, choice: Choice) -> Simulated:
     """
     layers, count = step.layers, step.job.micro_batches
     # What is strictly in order repeats from the first layer on.
-    strict = not (choice.apart or choice.strands)
+    strict = not (choice.apart or choice.strands) and choice.waits == frozenset(SITES)
     short = (step.pipe + 2 if strict else 2 * step.pipe) if step.pipe > 1 else 3
     if step.pipe * layers * count * TASKS <= WHOLE:
         return _simulated(step, choice)
     # One size in a direction that is short anyway.
-    by_layers = (2, 4) if strict else (3, 6)
+    least = -(-(2 if strict else 3) // choice.bucket) * choice.bucket  # whole buckets
+    by_layers = (least, 2 * least)
     by_layers = by_layers if layers > by_layers[1] else (layers, layers)
     by_count = (short, short + (2 if strict else 6))
     by_count = by_count if count > by_count[1] else (count, count)
@@ -166,17 +167,31 @@ def baselines(step: Step) -> dict[str, Choice]:
     and Megatron do; products over tensor wait.
     """
     background = frozenset(SITES) - {"scatter", "reduce"}
-    buckets = [Choice(bucket=bucket, waits=background) for bucket in _buckets(step)]
-    prefetch = Choice(ahead=int(_fits(step, 1)), deferred=True, waits=frozenset({"column", "row"}))
+    when = _whens(step)[0]
+    buckets = [Choice(bucket=bucket, when=when, waits=background) for bucket in _buckets(step)]
+    prefetch = Choice(
+        ahead=int(_fits(step, 1, when=when)),
+        when=when,
+        deferred=True,
+        waits=frozenset({"column", "row"}),
+    )
     return {
-        "blocking": Choice(bucket=step.layers),
+        "blocking": Choice(bucket=step.layers, when=when),
         "buckets": _best(step, buckets),
         "prefetch": prefetch,
     }
 
 
-def _fits(step: Step, ahead: int, strands: bool = False) -> bool:
-    return sum(step.memory(ahead, strands).values()) <= step.where.cluster.chip.memory
+def _fits(step: Step, ahead: int, strands: bool = False, when: str = "each") -> bool:
+    whole = when == "end" and step.job.micro_batches > 1
+    return sum(step.memory(ahead, strands, whole).values()) <= step.where.cluster.chip.memory
+
+
+def _whens(step: Step) -> list[Literal["end", "each"]]:
+    """Returns when gradients may go over their shards: at the end if all of them, whole, fit."""
+    if step.job.zero < 2:
+        return ["end"]
+    return ["end", "each"] if _fits(step, 0, when="end") else ["each"]
 
 
 def _buckets(step: Step) -> list[int]:
@@ -209,7 +224,7 @@ def _candidates(step: Step, dimensions: frozenset[str], tiers: frozenset[str]) -
     orders: tuple[Literal["program", "way", "justified"], ...] = ("program",)
     if layer:  # a pipeline has too many tasks to run it backwards as well
         orders = ("program", "way") if step.pipe > 1 else ("program", "way", "justified")
-    each = model and job.zero >= 2 and step.pipe == 1
+    whens = _whens(step)[: 2 if model and step.pipe == 1 else 1]
     # Interleaved passes would each need gathered weights, so not with weights in shards.
     strands = model and step.tensor > 1 and job.zero != 3 and _fits(step, 0, strands=True)
     if strands and pairs != [(PLAIN, PLAIN)]:  # another strand may hide what is not cut
@@ -221,10 +236,12 @@ def _candidates(step: Step, dimensions: frozenset[str], tiers: frozenset[str]) -
         dict.fromkeys(zip(*ways, strict=True)),
         pairs,
         aheads or [0],
-        ("end", "each") if each else ("end",),
+        whens,
         orders,
         (True, False) if strands else (False,),
     ):
+        if ahead and not _fits(step, ahead, when=when):
+            continue
         yield Choice(
             gather,
             scatter,
@@ -303,9 +320,12 @@ def executable(choice: Choice, step: Step) -> Plan:
     """Returns what `parallel.train` runs of a choice: its order is left to XLA.
 
     Raises:
-        ValueError: for shards over other axes than `fsdp`, which training does not have.
+        ValueError: for shards over other axes than `fsdp`, which training does not have, and for
+            whole weights on a mesh that has it, where training always has shards.
     """
     job, sizes = step.job, step.where.sizes
+    if "fsdp" in sizes and not job.shard:
+        raise ValueError(f"zero = 0 on {dict(sizes)}: call the axis fsdp data, or say 1, 2 or 3.")
     if job.shard not in ((), ("fsdp",)):
         raise ValueError(f"Shards over {job.shard} cannot be run: training shards over fsdp.")
     made = Plan(
@@ -317,7 +337,6 @@ def executable(choice: Choice, step: Step) -> Plan:
         zero=job.zero or 3,
         bucket="block" if job.zero == 3 else "leaf",
         prefetch=job.zero == 3 and choice.ahead > 0,
-        when=choice.when,
         order="chained",
         schedule=job.schedule if "pipe" in sizes else "gpipe",
     )

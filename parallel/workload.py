@@ -263,12 +263,15 @@ class Step:
 
     # ------------------------------------------------------------------ memory
 
-    def memory(self, ahead: int, strands: bool = False) -> Mapping[str, float]:
+    def memory(
+        self, ahead: int, strands: bool = False, whole_gradients: bool = False
+    ) -> Mapping[str, float]:
         """Returns bytes by what they hold, on the first stage, which keeps most micro-batches.
 
         Args:
             ahead: layers whose weights are gathered before they are needed.
             strands: whether passes of different micro-batches interleave.
+            whole_gradients: whether they go over their shards after the last micro-batch only.
         """
         job, shards = self.job, self.sharded
         outer = 2 if self.pipe == 1 else 1  # table and head, or the table
@@ -279,11 +282,12 @@ class Step:
         flying = min(flying * (1 + strands), job.micro_batches)
         # Values kept of a layer, a token and a channel (Korthikanti et al., without scores).
         whole = self.rows * self.model.width * 34 / self.tensor
+        sharded = job.zero >= 2 and not whole_gradients
         layer = self.activations if job.again else whole
         return {
             "state": STATE * mine / shards,
             "weights": WEIGHT * (kept + (live if job.zero == 3 else 0)),
-            "gradients": GRADIENT * (mine / shards + live if job.zero >= 2 else mine),
+            "gradients": GRADIENT * (mine / shards + live if sharded else mine),
             "activations": flying * self.layers * layer + (whole if job.again else 0),
             "logits": 2 * GRADIENT * self.rows * self.model.vocab / self.tensor,
         }
