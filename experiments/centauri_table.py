@@ -1,6 +1,6 @@
 """What planned communication should gain: models x hybrids x clusters, all of it simulated.
 
-    python -m experiments.centauri_table [--cluster a100:4x8] [--gantt]
+    python -m experiments.centauri_table [--cluster a100:4x8] [--gantt] [--show]
 
 Every row is one model on one mesh of one cluster: the simulated seconds of the blocking step, of
 fixed buckets (best size), of one-layer prefetch and of the plan; the bound, the plan's share of
@@ -11,12 +11,14 @@ Pictures: centauri_gains.png beside the rows; in --out the blocking and the plan
 job, drawn and as traces for Perfetto.
 """
 
+import csv
 import dataclasses
 import json
 import pathlib
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from absl import app, flags, logging
@@ -55,6 +57,13 @@ CLUSTERS = (
     "v5p:4x8x8",
     "v5e:2*16x16",
 )
+# Seconds that the blocking step only sends, over those that it computes.
+RANGES = (
+    ("below 0.25", 0.0, 0.25),
+    ("0.25 to 1", 0.25, 1.0),
+    ("1 to 4", 1.0, 4.0),
+    ("4 and more", 4.0, float("inf")),
+)
 COLUMNS = ("cluster", "model", "hybrid", "blocking", "buckets", "prefetch", "plan", "share")
 
 
@@ -92,6 +101,7 @@ def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("rows", str(RESULTS), "Folder of centauri.csv; with --smoke it is --out.")
     flags.DEFINE_string("out", "out/centauri", "Folder for traces.")
+    flags.DEFINE_bool("show", False, "Only print and draw the rows that are there.")
     flags.DEFINE_bool("gantt", False, "Only draw one job's schedules.")
     flags.DEFINE_multi_string("cluster", [], "Clusters instead of all; repeat for several.")
     flags.DEFINE_bool("smoke", False, "Three rows.")
@@ -235,6 +245,55 @@ def table(args: flags.FlagValues) -> list[dict[str, Any]]:
     return [row for row in wanted if not isinstance(row, str)]
 
 
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns medians over rows, by how much the blocking step sends for what it computes."""
+    out = []
+    for name, least, most in RANGES:
+        some = [row for row in rows if least <= row["sent_over_computed"] < most]
+        if not some:
+            continue
+        gains = [row["blocking"] / row["plan"] for row in some]
+        best = [min(row[name] for name in ("blocking", "buckets", "prefetch")) for row in some]
+        over = [one / row["plan"] for one, row in zip(best, some, strict=True)]
+        lost = {
+            name: statistics.median(row[name] / row["plan"] for row in some)
+            for name in some[0]
+            if name.startswith("without ")
+        }
+        out.append(
+            {
+                "sent / computed": name,
+                "rows": len(some),
+                "over blocking": statistics.median(gains),
+                "least": min(gains),
+                "most": max(gains),
+                "over best baseline": statistics.median(over),
+                "share": statistics.median(row["share"] for row in some),
+                **lost,
+            }
+        )
+    return out
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads rows of an earlier run.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: leave out --show to make it.")
+
+    def value(text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
 def draw(out: pathlib.Path) -> None:
     """Draws and saves the blocking and the planned schedule of one job, two layers of it."""
     step = step_of(MODELS[4], Cluster.parse("a100:4x8"), HYBRIDS[1]).resized(2, 1)
@@ -258,6 +317,9 @@ def main(argv: list[str]) -> None:
     out = pathlib.Path(args.out)
     rows = out if args.smoke else pathlib.Path(args.rows)
     try:
+        if args.show:
+            show(rows, read(rows / "centauri.csv"))
+            return
         out.mkdir(parents=True, exist_ok=True)
         draw(out)
         print(f"wrote {out}/gantt.png and traces for Perfetto")
@@ -267,9 +329,17 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         sys.exit(f"Error: {error}")
     report.write_csv(rows / "centauri.csv", found)
-    plots_schedule.gains(rows / "centauri_gains.png", found)
+    show(rows, found)
+
+
+def show(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows and their summary, and draws them."""
+    plots_schedule.gains(folder / "centauri_gains.png", rows)
     print("all seconds are simulated")
-    print(report.table(found, COLUMNS))
+    print(report.table(rows, COLUMNS))
+    lines = summary(rows)
+    print("\nmedians of simulated ratios")
+    print(report.table(lines, list(lines[0])))
 
 
 if __name__ == "__main__":
