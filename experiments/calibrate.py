@@ -204,7 +204,7 @@ def fit_chip(rig: Rig, seen: Mapping[str, Measured], memory: float, source: str)
     whole = seen["whole"].median - SPLIT_PRODUCTS * tiny
     split = {
         cut: {
-            k: (seen[f"{cut} in {k}"].median - k * SPLIT_PRODUCTS * tiny) / whole
+            k: max((seen[f"{cut} in {k}"].median - k * SPLIT_PRODUCTS * tiny) / whole, 1.0)
             for k in rig.chunks
         }
         for cut in CUTS
@@ -216,7 +216,10 @@ def fit_chip(rig: Rig, seen: Mapping[str, Measured], memory: float, source: str)
         extra = np.median(mixed - np.array(seen[f"products {rig.mixed}"].seconds))
         talk = seen[f"alone {nbytes}"].median
         lost, alone = lost + float(extra) * talk, alone + talk**2
-    slow = 1 / (1 - min(max(lost / alone, 0.0), 0.99))
+    part = min(max(lost / alone, 0.0), 0.99)
+    if part == 0.99:
+        print(f"{rig.name}: products beside an all-reduce lose all of its time: no overlap here")
+    slow = 1 / (1 - part)
     return Chip(
         "one process' share of this machine",
         flops=1 / inverse,
@@ -250,7 +253,6 @@ def fit_cluster(rig: Rig, seen: Mapping[str, Measured], memory: float, source: s
     axes = list(rig.mesh)[::-1]
     nominal = [rig.mbit * 1e6 / 8 if rig.mbit and axis == "host" else None for axis in axes]
     names = [f"{rig.mbit} Mbit/s" if rate else "loopback" for rate in nominal]
-    # Numbers of the draft are not read: rounds and bytes do not depend on them.
     links = tuple(
         Link(name, rig.mesh[axis], 1.0, 1.0, 0.0, 0.0)
         for name, axis in zip(names, axes, strict=True)
@@ -258,11 +260,12 @@ def fit_cluster(rig: Rig, seen: Mapping[str, Measured], memory: float, source: s
     where = Placement(Cluster(rig.name, chip, links), rig.mesh)
     fitted = []
     for level, axis in enumerate(axes):
-        columns, seconds = [], []
+        columns: list[list[float]] = []
+        seconds = []
         for case in calibration(rig):
             if case.talk and case.talk.axes == (axis,) and case.work is None:
                 wanted, how = case.talk.wanted(), Composition.parse(case.talk.how)
-                rounds = where.span((axis,)).rounds * (2 if wanted.kind == "all_reduce" else 1)
+                rounds = sum(where.span((axis,)).rounds) * (2 if wanted.kind == "all_reduce" else 1)
                 columns.append([1.0, rounds, cost.traffic(wanted, how, where)[level]])
                 seconds.append(seen[case.name].median)
         start, hop, a_byte = least_squares(columns, seconds)

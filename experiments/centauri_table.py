@@ -5,14 +5,16 @@
 Every row is one model on one mesh of one cluster: the simulated seconds of the blocking step, of
 fixed buckets (best size), of one-layer prefetch and of the plan; the bound, the plan's share of
 what is attainable, and what is lost without each dimension of the partition space and each tier of
-the schedule. What does not fit a device's memory is left out, and counted. Rows go to
-experiments/results/centauri.csv; notes in --out let the same command go on where it stopped.
-Pictures: centauri_gains.png beside the rows; in --out the blocking and the planned schedule of one
-job, drawn and as traces for Perfetto.
+the schedule. Weights and activations are sent in bfloat16, gradients in float32 (Megatron's habit;
+more than FSDP's usual bfloat16). What does not fit a device's memory is left out, and counted.
+Rows go to experiments/results/centauri.csv; notes in --out let the same command go on where it
+stopped. Pictures: centauri_gains.png beside the rows; in --out the blocking and the planned
+schedule of one job, drawn and as traces for Perfetto.
 """
 
 import csv
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -26,8 +28,10 @@ from tqdm import tqdm
 
 from experiments import plots_schedule, report
 from experiments.bench_decode import RESULTS
+from parallel.choice import Choice
 from parallel.cluster import Cluster, Placement
 from parallel.graph import build
+from parallel.predict import is_short
 from parallel.schedule import DIMENSIONS, TIERS, Planned, baselines, plan, searched
 from parallel.simulate import simulate
 from parallel.workload import Job, Model, Step
@@ -64,7 +68,18 @@ RANGES = (
     ("1 to 4", 1.0, 4.0),
     ("4 and more", 4.0, float("inf")),
 )
-COLUMNS = ("cluster", "model", "hybrid", "blocking", "buckets", "prefetch", "plan", "share")
+COLUMNS = (
+    "cluster",
+    "model",
+    "hybrid",
+    "blocking",
+    "buckets",
+    "prefetch",
+    "plan",
+    "bound",
+    "share",
+    "kind",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,22 +155,27 @@ def step_of(model: Model, cluster: Cluster, hybrid: Hybrid) -> Step:
     Raises:
         ValueError: if the model does not divide, or does not fit.
     """
+    # As many stages as the model needs, none where it is not to be a pipeline.
+    stages = [hybrid.pipe * more for more in ((1, 2, 4, 8) if hybrid.pipe > 1 else (1,))]
+    refused = ""
+    for pipe, again in itertools.product(stages, (False, True)):
+        try:
+            step = _step(model, cluster, dataclasses.replace(hybrid, pipe=pipe), again)
+            step.check_memory(Choice(when="each" if hybrid.zero >= 2 else "end"))
+        except ValueError as error:
+            refused = refused or str(error)
+        else:
+            return step
+    raise ValueError(refused)
+
+
+def _step(model: Model, cluster: Cluster, hybrid: Hybrid, again: bool) -> Step:
     mesh = mesh_of(cluster, hybrid)
     shard = tuple(axis for axis in hybrid.shard if axis in mesh)
     replicas = cluster.size // (hybrid.tensor * hybrid.pipe)
     sequences = replicas * hybrid.micro * (2 if hybrid.tensor == 1 else 4)
-    where = Placement(cluster, mesh)
-    for again in (False, True):
-        job = Job(model, TOKENS, sequences, hybrid.micro, shard, hybrid.zero, "1f1b", again, True)
-        step = Step(job, where)
-        try:
-            step.check_memory(0)
-        except ValueError:
-            if again:
-                raise
-        else:
-            break
-    return step
+    job = Job(model, TOKENS, sequences, hybrid.micro, shard, hybrid.zero, "1f1b", again, True)
+    return Step(job, Placement(cluster, mesh))
 
 
 def jobs(clusters: tuple[str, ...]) -> Iterator[tuple[str, Model, Hybrid]]:
@@ -187,6 +207,7 @@ def row_of(cluster: str, model: Model, hybrid: Hybrid) -> dict[str, Any] | str:
         "kind": "simulated",
         **seconds(best),
         **{name: searched(step, **some)[1].seconds for name, some in less.items()},
+        "whole": is_short(step),  # else extended from short steps, see parallel.predict
         "recomputed": step.job.again,
         "chosen": best.name,
         "gather": str(best.choice.gather or "-"),

@@ -54,7 +54,7 @@ def gantt(
                 )
         exposed = timeline.exposed(0) * 1e3
         axes.set_title(
-            f"{name}: {timeline.seconds * 1e3:.1f} ms, {exposed:.1f} ms of it only sending",
+            f"{name}, simulated: {timeline.seconds * 1e3:.1f} ms, {exposed:.1f} of it only sending",
             loc="left",
             fontsize=10,
         )

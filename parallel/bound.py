@@ -39,7 +39,8 @@ def bound(step: Step) -> float:
     if pipe > 1:
         return max(slowed, sent, path, late)
     once = {c: n for c, n in often.items() if c.kind != "all_gather" and c.axes != ("tensor",)}
-    gathered = {c: n for c, n in often.items() if c.kind == "all_gather" and c.axes == job.shard}
+    layer = step.gather(step.layer_weights) if job.shard else None
+    gathered = {c: n for c, n in often.items() if c == layer}
     between = forward / layers
     if step.tensor == 1 or job.zero == 3:  # passes do not interleave
         between = (count - 1) * (forward + back + weights * (1 - 2 / layers))

@@ -136,8 +136,9 @@ def _gpu(
         beside=1.18,
         split={},
         waves=(128, 256, cores),
-        source="flops, memory_rate [book]; reached: 1024 x 4096 x 4096 in 43 us on H100 [pallas]; "
-        "beside: products [concerto]; launch [assumed]; tiles as CUTLASS's largest [assumed]",
+        source="flops, memory_rate [book]; memory: makers' data sheets; reached: 43 us for 1024 x "
+        "4096 x 4096 on H100 [pallas]; beside: products [concerto]; launch [assumed]; tiles as "
+        "CUTLASS's largest [assumed]",
     )
     inner = Link(
         "NVLink",
@@ -147,7 +148,8 @@ def _gpu(
         start=32e-6,
         hop=6e-6,
         source="rate [book]; reached: 370 of 450 GB/s in the largest all-reduce on H100 [book]; "
-        "hop: a round of the collective matmul [pallas]; start: what its 2-GPU row leaves",
+        "hop: a round of the collective matmul [pallas]; start: what its 2-GPU row leaves; all but "
+        "the rate are H100's, for other GPUs [assumed]",
     )
     outer = Link(
         "NIC",
@@ -180,9 +182,9 @@ def _tpu(
         beside=1.0,
         split=split,
         waves=None,
-        source="flops, memory_rate [cloud]; reached: clock at which the compiler expects the peak "
-        "over the book's [aot]; split [aot], v4 as v5p, features of v5p and v6e as their tokens "
-        "[assumed]; launch, beside [assumed]: collectives are DMA",
+        source="flops, memory, memory_rate [cloud]; reached: the book's clock over that at which "
+        "the compiler expects the peak [aot], a ceiling; split [aot], v4 as v5p, features of v5p "
+        "and v6e as their tokens [assumed]; launch, beside [assumed]: collectives are DMA",
     )
     ring = Link(
         "ICI",

@@ -7,6 +7,9 @@ from parallel.overlap import PLAIN, Overlap
 from parallel.partition import Collective, Composition, flat
 
 SITES = ("gather", "scatter", "reduce", "column", "row", "pipe")
+# Where computation may stand still. Back through a column product, its input is gathered again
+# beside one product, and the gradient scattered beside another.
+WAITS = frozenset({*SITES, "column back"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Choice:
         bucket: layers whose gradients are sent together.
         deferred: updated weights (zero = 1, 2) are gathered layer by layer, beside the forward
             pass; else all of them before it.
-        waits: sites at which computation stands still.
+        waits: of `WAITS`, where computation stands still.
         order: of tasks that could start, the first of the "program" does; or the one with the
             longest "way" to the end; or, "justified", the one that may least be late.
     """
@@ -43,7 +46,7 @@ class Choice:
     when: Literal["end", "each"] = "end"
     bucket: int = 1
     deferred: bool = False
-    waits: frozenset[str] = frozenset(SITES)
+    waits: frozenset[str] = WAITS
     order: Literal["program", "way", "justified"] = "program"
 
     def how(self, site: str, wanted: Collective) -> Composition:

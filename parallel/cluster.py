@@ -6,6 +6,7 @@ level 1 joins units of level 0 (NICs, DCN). The numbers are in `parallel.chips`.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -121,13 +122,13 @@ class Span:
         sizes: members along each level, innermost first; 1 where it does not leave a unit.
         wires: of a torus, how many rings it covers, twice those that close, less where members
             lie apart and wires are shared with other groups; 1 for a switch.
-        rounds: messages one after the other until a ring collective ends.
+        rounds: by level, messages one after the other until a ring collective ends.
         far: of a torus, wires that an exchanged byte uses up on its way.
     """
 
     sizes: tuple[int, ...]
     wires: float
-    rounds: int
+    rounds: tuple[int, ...]
     far: float = 1.0
 
 
@@ -185,19 +186,26 @@ class Placement:
         sizes = [1] * len(self.cluster.links)
         for axis in axes:
             sizes[self.level(axis)] *= self.sizes[axis]
-        link = self.cluster.links[0]
-        group = math.prod(sizes)
-        if not link.torus or sizes[0] == 1:
-            return Span(tuple(sizes), 1, group - 1)
-        wires, rounds, far = 0.0, 0, 0.0
+        # A ring passes through all members of a unit before it leaves the unit.
+        above = [math.prod(sizes[level:]) for level in range(len(sizes) + 1)]
+        rounds = [one - more for one, more in itertools.pairwise(above)]
+        if not self.cluster.links[0].torus or sizes[0] == 1:
+            return Span(tuple(sizes), 1, tuple(rounds))
+        wires, far, rounds[0] = 0.0, 0.0, 0
         for axis in axes:
             if self.level(axis) == 0:
                 for length, closed, spacing in self._rings(axis):
                     ring = (2 if closed else 1) / spacing
                     wires += ring
-                    rounds += spacing * (length // 2 if closed else length - 1)
+                    rounds[0] += spacing * (length // 2 if closed else length - 1)
                     far = max(far, length / 4 / ring)
-        return Span(tuple(sizes), wires, rounds + group // sizes[0] - 1, far)
+        return Span(tuple(sizes), wires, tuple(rounds), far)
+
+    def spacing(self, axis: str) -> int:
+        """Returns how many wires of a torus lie between neighbours along an axis; else 1."""
+        if not self.cluster.links[0].torus or self.level(axis):
+            return 1
+        return max((spacing for _, _, spacing in self._rings(axis)), default=1)
 
     def _rings(self, axis: str) -> list[tuple[int, bool, int]]:
         """Returns what an axis covers of the torus' dimensions: length, closed, spacing.

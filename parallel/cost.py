@@ -92,7 +92,8 @@ def send(nbytes: float, axis: str, where: Placement) -> Piece:
     link = where.cluster.links[level]
     out = [0.0] * len(where.cluster.links)
     out[level] = nbytes * where.cluster.below(level)
-    took = link.start + link.hop + out[level] / (link.rate * link.reached)
+    wires = where.spacing(axis)  # all of them also carry what other neighbours send
+    took = link.start + wires * (link.hop + out[level] / (link.rate * link.reached))
     return Piece(Op("pairwise", (axis,)), tuple(out), took, (level,))
 
 
@@ -112,12 +113,12 @@ def _piece(op: Op, held: float, where: Placement) -> Piece:
         else:
             slow = 1
         times.append(nbytes[level] * slow / rate)
-    top = links[levels[-1]]
     start = max(links[level].start for level in levels)
     if op.primitive in _PERMUTES:  # every round is a collective of its own
-        start *= span.rounds
-    rounds = span.rounds * (2 if op.primitive == "all_reduce" else 1)
-    return Piece(op, nbytes, start + rounds * top.hop + max(times), levels)
+        start *= sum(span.rounds)
+    hops = sum(span.rounds[level] * links[level].hop for level in levels)
+    hops *= 2 if op.primitive == "all_reduce" else 1
+    return Piece(op, nbytes, start + hops + max(times), levels)
 
 
 def _exchanges(op: Op) -> bool:

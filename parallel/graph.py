@@ -65,6 +65,8 @@ class _Builder:
         self.filling: dict[tuple[int, int], tuple[int, ...]] = {}
         # What earlier micro-batches have added, or are about to add, to a block's gradients.
         self.added: dict[tuple[int, object], tuple[int, ...]] = {}
+        # Buckets that have gone over their shards after each micro-batch, in order.
+        self.drained: list[list[tuple[int, ...]]] = [[] for _ in stages]
         self.wanted: Counter[Collective] = Counter()
         # The same few collectives come again and again.
         self.pieces = functools.cache(lambda wanted, how: cost.pieces(wanted, how, step.where))
@@ -129,7 +131,8 @@ class _Builder:
             # Other stages stand still for what goes down the pipeline, so it goes first.
             urgent = -1.0 if site == "pipe" else 0.0
             label = f"{name} {piece.op}"
-            last = (self._add(stage, label, resources, piece.seconds, last, site, urgent),)
+            kind = site.removesuffix(" back")
+            last = (self._add(stage, label, resources, piece.seconds, last, kind, urgent),)
         if waits:
             self.tail[stage] = last
         return last
@@ -166,7 +169,7 @@ class _Builder:
         if self.step.tensor == 1:
             done = (self._compute(stage, name, seconds, after),)
             return done, done
-        overlap = self.choice.column if site == "column" else self.choice.row
+        overlap = self.choice.column if site.startswith("column") else self.choice.row
         wanted = self.tokens(kind)
         if not stage:
             self.wanted[wanted] += 1
@@ -215,17 +218,12 @@ class _Builder:
             come = self.passed.get((phase, micro, before))
         else:
             come = self.passed.get(("F", micro, stage)) if phase == "B" else ()
-        kept = self._kept(stage)
-        if come is None or not self.choice.strands or phase == "B" or micro < kept:
+        # Micro-batches whose activations a stage keeps when passes interleave.
+        kept = 2 * (self.step.pipe - stage)
+        every = self.step.pipe > 1 and self.step.job.schedule == "gpipe"
+        if come is None or not self.choice.strands or phase == "B" or every or micro < kept:
             return come
         return (*come, *self.passed["B", micro - kept, stage])
-
-    def _kept(self, stage: int) -> int:
-        """Returns how many micro-batches' activations a stage keeps, when passes interleave."""
-        if self.step.pipe == 1:
-            return 2
-        whole = self.step.job.micro_batches
-        return whole if self.step.job.schedule == "gpipe" else 2 * (self.step.pipe - stage)
 
     def _pass(self, stage: int, phase: str, micro: int) -> None:
         step, tag = self.step, f"{phase}{micro}"
@@ -316,15 +314,19 @@ class _Builder:
         dy, arrived = self._pair(
             stage, f"{name} out dX", "row", "all_gather", part.out, (rows, inner), (*x, *ready)
         )
-        late.append(self._compute(stage, f"{name} out dW", part.out, (*arrived, *x), late=True))
+        # Gradients need room: that of the bucket before the last, once it has gone.
+        room = self.drained[stage][-2] if len(self.drained[stage]) > 1 else ()
+        needs = (*arrived, *x, *room)
+        late.append(self._compute(stage, f"{name} out dW", part.out, needs, late=True))
         dy = (self._compute(stage, f"{name} mid dX", 2 * part.between, dy),)
         if self.step.tensor > 1 and not gathered:
             wanted = self.tokens("all_gather")
-            gathered = self._send(stage, f"{name} in again", "column", wanted, at)
+            gathered = self._send(stage, f"{name} in again", "column back", wanted, at)
         done, x = self._pair(
-            stage, f"{name} in dX", "column", "reduce_scatter", part.into, part.out_shape, dy
+            stage, f"{name} in dX", "column back", "reduce_scatter", part.into, part.out_shape, dy
         )
-        late.append(self._compute(stage, f"{name} in dW", part.into, (*gathered, *dy), late=True))
+        needs = (*gathered, *dy, *room)
+        late.append(self._compute(stage, f"{name} in dW", part.into, needs, late=True))
         return x if self.step.tensor > 1 else done
 
     # ------------------------------------------------------------------ weights and gradients
@@ -381,6 +383,7 @@ class _Builder:
         if job.zero:
             after = self._send(stage, f"{tag} scatter", "scatter", step.scatter(weights), after)
         if each:  # shards are added up
+            self.drained[stage].append(after)
             after = (*self.added.pop((stage, which), ()), *after)
             self.added[stage, which] = after
         if end and step.replicas:

@@ -11,10 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from parallel.choice import Choice
 from parallel.cluster import Placement
 from parallel.partition import Collective, Kind
 
 WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes of a value: bfloat16; float32; master weight and Adam's
+USABLE = 0.9  # part of a chip's memory; the rest is the runtime's, or lost between arrays (assumed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,47 +265,52 @@ class Step:
 
     # ------------------------------------------------------------------ memory
 
-    def memory(
-        self, ahead: int, strands: bool = False, whole_gradients: bool = False
-    ) -> Mapping[str, float]:
+    def memory(self, choice: Choice) -> Mapping[str, float]:
         """Returns bytes by what they hold, on the first stage, which keeps most micro-batches.
 
         Args:
-            ahead: layers whose weights are gathered before they are needed.
-            strands: whether passes of different micro-batches interleave.
-            whole_gradients: whether they go over their shards after the last micro-batch only.
+            choice: what is gathered ahead, kept whole, put off or interleaved.
         """
         job, shards = self.job, self.sharded
         outer = 2 if self.pipe == 1 else 1  # table and head, or the table
         mine = self.layers * self.layer_weights + outer * self.outer_weights
-        live = (1 + ahead) * self.layer_weights + self.outer_weights
+        gathered = (1 + choice.ahead) * self.layer_weights + self.outer_weights
         kept = mine / shards if job.zero == 3 else mine
+        # Two buckets of gradients may wait for their links, see `graph`.
+        waiting = 2 * min(choice.bucket, self.layers) * self.layer_weights + self.outer_weights
+        whole_gradients = job.zero < 2 or (choice.when == "end" and job.micro_batches > 1)
         flying = self.pipe if job.schedule == "1f1b" or self.pipe == 1 else job.micro_batches
-        flying = min(flying * (1 + strands), job.micro_batches)
+        strands = 1 + choice.strands
+        flying = min(flying * strands, job.micro_batches)
         # Values kept of a layer, a token and a channel (Korthikanti et al., without scores).
         whole = self.rows * self.model.width * 34 / self.tensor
-        sharded = job.zero >= 2 and not whole_gradients
         layer = self.activations if job.again else whole
+        # Computed again: this layer, and two more whose gradients of weights are put off.
+        again = whole * (3 if choice.apart else 1) * strands if job.again else 0.0
         return {
             "state": STATE * mine / shards,
-            "weights": WEIGHT * (kept + (live if job.zero == 3 else 0)),
-            "gradients": GRADIENT * (mine / shards + live if sharded else mine),
-            "activations": flying * self.layers * layer + (whole if job.again else 0),
-            "logits": 2 * GRADIENT * self.rows * self.model.vocab / self.tensor,
+            "weights": WEIGHT * (kept + (gathered if job.zero == 3 else 0)),
+            "gradients": GRADIENT * (mine if whole_gradients else mine / shards + waiting),
+            "activations": flying * self.layers * layer + again,
+            "logits": 2 * GRADIENT * strands * self.rows * self.model.vocab / self.tensor,
         }
 
-    def check_memory(self, ahead: int) -> None:
+    def fits(self, choice: Choice) -> bool:
+        """Says whether a choice leaves a tenth of the memory free."""
+        return sum(self.memory(choice).values()) <= USABLE * self.where.cluster.chip.memory
+
+    def check_memory(self, choice: Choice) -> None:
         """Refuses what does not fit.
 
         Raises:
             ValueError: naming the largest part.
         """
-        parts, room = self.memory(ahead), self.where.cluster.chip.memory
-        total = sum(parts.values())
-        if total > room:
+        if not self.fits(choice):
+            parts, room = self.memory(choice), USABLE * self.where.cluster.chip.memory
             most = max(parts, key=lambda name: parts[name])
             raise ValueError(
                 f"{self.model.name} on {self.where.cluster.name} {dict(self.where.sizes)} needs "
-                f"{total / 1e9:.0f} GB of {room / 1e9:.0f} a device, {parts[most] / 1e9:.0f} of it "
-                f"{most}: use more devices, shards (zero), micro-batches, or compute again."
+                f"{sum(parts.values()) / 1e9:.0f} GB of {room / 1e9:.0f} a device, "
+                f"{parts[most] / 1e9:.0f} of it {most}: use more devices, shards (zero), "
+                "micro-batches, or compute again."
             )

@@ -137,8 +137,10 @@ def check(job, choice):
     check_starts(tasks, found)
     assert found.seconds <= greedy(tasks) * (1 + CLOSE)
     busiest = max(sum(t.seconds for t in tasks if r in t.resources) for r in range(3))
-    assert found.bound >= busiest * (1 - 0.01) or found.gap > 0
-    return greedy(tasks) / found.seconds
+    if found.gap <= 0.01:
+        assert found.bound >= busiest * (1 - 0.02)
+    # Against the bound, not against an order that the solver may have had no time to better.
+    return greedy(tasks) / found.bound
 
 
 def test_greedy_is_close_to_exact():

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from parallel import schedule
+from parallel import cost, schedule
 from parallel.choice import Choice
 from parallel.cluster import Cluster, Placement
 from parallel.graph import build
@@ -300,3 +300,12 @@ def test_tasks_grow_with_layers_and_micro_batches(step):
         )
         assert not np.diff(found, 2, axis=0).any()
         assert not np.diff(found, 2, axis=1).any()
+
+
+def test_stages_that_lie_apart_on_a_torus_share_wires():
+    """Beside each other, and eight devices apart, where every wire carries eight messages."""
+    cluster = Cluster.parse("v5e:16x16")
+    near = cost.send(2**20, "pipe", Placement(cluster, {"data": 64, "pipe": 4}))
+    far = cost.send(2**20, "pipe", Placement(cluster, {"data": 16, "pipe": 2, "tensor": 8}))
+    start = cluster.links[0].start
+    assert far.seconds - start == pytest.approx(8 * (near.seconds - start))
