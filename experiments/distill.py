@@ -176,7 +176,10 @@ def job(
 
     def export(state: TrainState, folder: pathlib.Path) -> pathlib.Path:
         path = folder / "drafter.safetensors"
-        card = {"steps": str(int(state.step)), "data": ", ".join(of.data), **_named(recipe)}
+        # Of a path the last part: what is shipped says nothing about this machine.
+        named = (source.partition(":") for source in of.data)
+        data = ", ".join(f"{kind}:{pathlib.Path(where).name}" for kind, _, where in named)
+        card = {**_named(recipe), "steps": str(int(state.step)), "data": data}
         shipped.save(join(state.params), ids_U, path, card)
         return path
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from experiments import setup
 from models.checkpoint import shipped
 from models.prune import prune
 from spec.drafters import ModelDrafter
@@ -114,3 +115,15 @@ def test_bad_files(tmp_path, target, reduced):
 def test_no_such_layer(target):
     with pytest.raises(ValueError, match=r"layers 0\.\.0"):
         prune(target, [1], CYCLE)
+
+
+def test_what_the_repository_ships():
+    """Small, with a card that says what it is, and nothing of the machine it was made on."""
+    files = sorted(setup.SHIPPED.glob("*.safetensors"))
+    assert files
+    assert sum(path.stat().st_size for path in files) < 40e6
+    for path in files:
+        with safe_open(path, framework="np") as file:
+            card = file.metadata()
+        assert {"about", "command", "data", "steps"} <= set(card), path.name
+        assert not any(" /" in text or ":/" in text for text in card.values()), path.name

@@ -5,8 +5,10 @@
 Hardware: 2 CPU cores. First the target's hidden state at every token of the data is computed once
 (1.2 kB each beside the run's folder, resumable): they are the features, and give the teacher's
 distribution. The layer starts as the target's last one. Every batch is read twice, with the
-target's features and with the drafter's own. Loss: forward KL. Not trained to its end yet: no
-number to expect.
+target's features and with the drafter's own. Loss: forward KL. On 3,280 answers (641 thousand
+tokens) and one busy core: 46 minutes for the states, 3.5 s a step; at 400 and 800 steps KL 2.8 and
+2.2, rank-1 success 0.14 and 0.19, rank-4 0.31 and 0.35 (`experiments/drafters`). Go on with
+--init smollm2_feature's file and more data.
 """
 
 from typing import Any
