@@ -42,14 +42,15 @@ def simulated(step: Step, choice: Choice) -> Simulated:
     layers, count = step.layers, step.job.micro_batches
     # What is strictly in order repeats from the first layer on.
     strict = not (choice.apart or choice.strands) and choice.waits == WAITS
-    short = (step.pipe + 2 if strict else 2 * step.pipe) if step.pipe > 1 else 3
+    free = choice.apart or choice.strands
+    short = (2 * step.pipe - 2 if free else step.pipe + 2) if step.pipe > 1 else 3
     if is_short(step):
         return _simulated(step, choice)
     # One size in a direction that is short anyway.
     least = -(-(2 if strict else 3) // choice.bucket) * choice.bucket  # whole buckets
     by_layers = (least, 2 * least)
     by_layers = by_layers if layers > by_layers[1] else (layers, layers)
-    by_count = (short, short + (2 if strict else 6))
+    by_count = (short, short + 2)
     by_count = by_count if count > by_count[1] else (count, count)
     corners = {
         (some, many): _simulated(step.resized(some, many), choice)

@@ -9,7 +9,9 @@ site; the others are tried together on a short version of the step, by simulatio
 algorithm was not available to us. Nothing here is measured: all seconds are simulated.
 """
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -57,6 +59,19 @@ class Planned:
         return (blocking - self.result.seconds) / left if left > 1e-12 else 1.0
 
 
+@contextlib.contextmanager
+def _quickly() -> Iterator[None]:
+    """Stops the search for cycles: graphs are many tuples without any, and it takes a third."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_quickly()
 def plan(step: Step) -> Planned:
     """Plans a step.
 
@@ -79,6 +94,7 @@ def plan(step: Step) -> Planned:
     return Planned(name, choice, result, found, bound(step))
 
 
+@_quickly()
 def searched(
     step: Step, dimensions: frozenset[str] = DIMENSIONS, tiers: frozenset[str] = TIERS
 ) -> tuple[Choice, Simulated]:
@@ -115,7 +131,7 @@ def baselines(step: Step) -> dict[str, Choice]:
         waits=frozenset({"column", "row"}),
     )
     return {
-        "blocking": _best_bucket(step, plain),
+        "blocking": plain if step.pipe > 1 else _best_bucket(step, plain),
         "buckets": _best_bucket(step, background),
         "prefetch": _best_bucket(step, prefetch),
     }
@@ -149,7 +165,9 @@ def _whens(step: Step) -> list[Literal["end", "each"]]:
 
 def _best_bucket(step: Step, choice: Choice) -> Choice:
     """Returns a choice with the quickest size of buckets that fits, judged with all layers."""
-    short = step.resized(step.layers, min(step.job.micro_batches, 2))
+    # Gradients leave after the last micro-batch, or beside one more.
+    count = 2 if choice.when == "each" and step.pipe == 1 else 1
+    short = step.resized(step.layers, min(step.job.micro_batches, count))
     sizes = sorted({min(size, step.layers) for size in (1, 2, 4, 8, step.layers)})
     tried = [dataclasses.replace(choice, bucket=size) for size in sizes]
     tried = [each for each in tried if each.bucket == 1 or step.fits(each)]
@@ -161,7 +179,7 @@ def _best(step: Step, choices: Iterable[Choice]) -> Choice:
     """Returns the quickest choice, judged by two short versions of the step."""
     layers = min(step.layers, 2 if step.pipe > 1 else 4)
     first = step.pipe + 1 if step.pipe > 1 else 2
-    second = first + step.pipe if step.pipe > 1 else 4
+    second = first + 2
     counts = tuple(min(step.job.micro_batches, count) for count in (first, second))
     short = [step.resized(layers, count) for count in dict.fromkeys(counts)]
     beside = step.where.cluster.chip.beside

@@ -205,14 +205,14 @@ class _Run:
     def _begin(self, stage: _Stage, now: float) -> None:
         """Starts what can start."""
         while True:
-            heads = [
-                (heap[0], resources)
-                for resources, heap in stage.waiting.items()
-                if heap and stage.held.isdisjoint(resources)
-            ]
-            if not heads:
+            first: tuple[float, int] | None = None
+            resources: tuple[int, ...] = ()
+            for wanted, heap in stage.waiting.items():
+                if heap and (first is None or heap[0] < first) and stage.held.isdisjoint(wanted):
+                    first, resources = heap[0], wanted
+            if first is None:
                 return
-            (_, number), resources = min(heads)
+            number = first[1]
             heapq.heappop(stage.waiting[resources])
             stage.held.update(resources)
             self.start[number] = now
