@@ -43,7 +43,7 @@ def simulated(step: Step, choice: Choice) -> Simulated:
     # What is strictly in order repeats from the first layer on.
     strict = not (choice.apart or choice.strands) and choice.waits == WAITS
     free = choice.apart or choice.strands
-    short = (2 * step.pipe - 2 if free else step.pipe + 2) if step.pipe > 1 else 3
+    short = (max(2 * step.pipe - 2, 6) if free else step.pipe + 2) if step.pipe > 1 else 3
     if is_short(step):
         return _simulated(step, choice)
     # One size in a direction that is short anyway.
