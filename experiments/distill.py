@@ -98,7 +98,8 @@ class Material:
         """
         model = self.target.model
         rows = Rows(self.corpus, length, row_of_token(ids_U, model.config.vocab_size))
-        name = f"hidden-{self.corpus.fingerprint()}-{length}.npy"
+        taps = "".join(f"-{block}" for block in model.taps)
+        name = f"hidden-{self.corpus.fingerprint()}-{length}{taps}.npy"
         return HiddenRows(rows, hidden_states(rows, model, self.asked.out.parent / name))
 
 

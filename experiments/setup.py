@@ -72,6 +72,8 @@ def make_drafter(
 ) -> Drafter:
     """Returns the drafter that the flags describe; several names make one merged tree.
 
+    A feature drafter that reads blocks of the target sets its taps, see `Transformer`.
+
     Args:
         names: "ngram", "none", "self" (the target drafts for itself), a shipped drafter (its name
             in experiments/drafters, or a file that training exported), or a model as in `load`.
@@ -84,8 +86,8 @@ def make_drafter(
         dtype: of drafters that have to be loaded.
 
     Raises:
-        ValueError: for an unreadable drafter or tree, trees that do not match the drafters, or
-            another vocabulary.
+        ValueError: for an unreadable drafter or tree, trees that do not match the drafters,
+            another vocabulary, or drafters that read other blocks of the target than each other.
     """
     models = [name for name in names if name not in ("ngram", "none")]
     parsed = [parse_expansion(tree) for tree in trees]
@@ -95,6 +97,7 @@ def make_drafter(
         )
     shapes = itertools.cycle(parsed)
     made: list[Drafter] = []
+    reads: set[tuple[int, ...]] = set()
     for name in names:
         if name == "none":
             made.append(RootDrafter())
@@ -105,9 +108,16 @@ def make_drafter(
             how = Children(children)
             model, ids_U = _load_drafter(name, target, dtype)
             if isinstance(model, FeatureModel):
+                reads.add(model.reads)
                 made.append(FeatureDrafter(model, shape, vocab, ids_U, how))
             else:
                 made.append(ModelDrafter(model, shape, vocab, how, ids_U))
+    if len(reads) > 1:
+        raise ValueError(
+            f"Drafters {[*names]} read different blocks of the target, {sorted(reads)}: use one "
+            "of them, or retrain one."
+        )
+    target.model.taps = reads.pop() if reads else ()
     return made[0] if len(made) == 1 else EnsembleDrafter(tuple(made))
 
 

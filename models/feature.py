@@ -16,20 +16,33 @@ from parallel.comm import LOCAL, Comm, contract
 class FeatureModel(nnx.Module):
     """One or a few blocks over (token, feature of the token before): EAGLE's idea.
 
-    Li et al. 2024 (arXiv 2401.15077), section 4.1. The feature is the target's final-norm output
-    at the token before; where the target has not been yet, the model's own final-norm output
-    stands in for it, so both live in one space of width D.
+    Li et al. 2024 (arXiv 2401.15077), section 4.1. The feature is made of the target's hidden
+    states at the token before: its final-norm output, or with `reads` a mixture of that and of
+    states from deeper inside (EAGLE-3, arXiv 2503.01840, section 3.1), which still know of the
+    text what the last one has given up for the next token. Where the target has not been yet, the
+    model's own final-norm output stands in for the feature, so both live in one space of width D.
 
     Attributes:
         decoder: blocks, norm and head; its table is the target's own.
         token_DD: mixes the token's embedding in; first D are input features.
         feature_DD: mixes the feature in.
+        mix_LDD: makes the feature of L hidden states; None for the last one as it is.
+        reads: blocks of the target that L - 1 of the states are from: its `taps`.
     """
 
-    def __init__(self, decoder: Transformer, token_DD: jax.Array, feature_DD: jax.Array):
+    def __init__(
+        self,
+        decoder: Transformer,
+        token_DD: jax.Array,
+        feature_DD: jax.Array,
+        mix_LDD: jax.Array | None = None,
+        reads: tuple[int, ...] = (),
+    ):
         self.decoder = decoder
         self.token_DD = nnx.Param(token_DD)
         self.feature_DD = nnx.Param(feature_DD)
+        self.mix_LDD = nnx.data(None if mix_LDD is None else nnx.Param(mix_LDD))
+        self.reads = reads
 
     @property
     def config(self) -> ModelConfig:
@@ -40,6 +53,27 @@ class FeatureModel(nnx.Module):
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and activations."""
         return self.decoder.dtype
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Of the decoder."""
+        return self.decoder.taps
+
+    def feature(self, hidden_BNLD: jax.Array) -> jax.Array:
+        """Makes [B, N, D] of the target's states, see `transformer.Output`.
+
+        Raises:
+            ValueError: if they are not those that this model reads.
+        """
+        if hidden_BNLD.shape[-2] != len(self.reads) + 1:
+            raise ValueError(
+                f"This drafter reads the target's blocks {self.reads} and its final norm, there "
+                f"are {hidden_BNLD.shape[-2]} states a token: set the target's taps to "
+                f"{self.reads}."
+            )
+        if self.mix_LDD is None:
+            return hidden_BNLD[..., -1, :]
+        return contract(hidden_BNLD.astype(self.dtype), self.mix_LDD[...], 2)
 
     def fuse(self, x_BND: jax.Array, feature_BND: jax.Array, comm: Comm) -> jax.Array:
         """Mixes embedded tokens with features, [B, N, D] each, to [B, N, D]."""
@@ -61,8 +95,8 @@ class FeatureModel(nnx.Module):
 
         Args:
             token_BN: int32.
-            feature_BND: final-norm output, the target's or this model's, at each token's parent;
-                zeros for the first token of a text.
+            feature_BND: of each token's parent: `feature` of the target's states, or this model's
+                own final-norm output; zeros for the first token of a text.
             position_BN: int32, absolute.
             mask_BNM: bool.
             cache: committed prefix.
@@ -73,17 +107,26 @@ class FeatureModel(nnx.Module):
         return self.decoder.run(x_BND, position_BN, mask_BNM, cache, earlier, comm)
 
 
-def feature_model(decoder: Transformer, rngs: nnx.Rngs) -> FeatureModel:
+def feature_model(
+    decoder: Transformer, rngs: nnx.Rngs, reads: tuple[int, ...] = ()
+) -> FeatureModel:
     """Returns a model to start training from: the mean of token and feature goes in.
+
+    The feature is at first the target's final-norm output, whatever else is read.
 
     Args:
         decoder: a few layers of the target with a reduced head, see `models.prune`.
         rngs: for the small noise that tells the two apart.
+        reads: see `FeatureModel`.
     """
     D, dtype = decoder.config.d_model, decoder.dtype
+    mix_LDD = None
+    if reads:
+        others_LDD = jnp.zeros((len(reads), D, D), dtype)
+        mix_LDD = jnp.concatenate((others_LDD, jnp.eye(D, dtype=dtype)[None]))
     half = jnp.asarray(0.5, dtype) * jnp.eye(D, dtype=dtype)
     noise = [
         jnp.asarray(0.02 / D**0.5, dtype) * jax.random.normal(rngs.params(), (D, D), dtype)
         for _ in range(2)
     ]
-    return FeatureModel(decoder, half + noise[0], half + noise[1])
+    return FeatureModel(decoder, half + noise[0], half + noise[1], mix_LDD, reads)

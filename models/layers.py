@@ -42,10 +42,14 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BND: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] in the input's dtype."""
-        wide = x_BND.astype(np.promote_types(x_BND.dtype, jnp.float32))
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale_D = jnp.broadcast_to(self.scale_D[...], x_BND.shape)
-        return wide.astype(x_BND.dtype) * scale_D
+        return normalised(x_BND, self.eps) * jnp.broadcast_to(self.scale_D[...], x_BND.shape)
+
+
+def normalised(x_BND: jax.Array, eps: float) -> jax.Array:
+    """Returns x / sqrt(mean of its squares + eps), [..., D]: the norm before it is scaled."""
+    wide = x_BND.astype(np.promote_types(x_BND.dtype, jnp.float32))
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x_BND.dtype)
 
 
 class MLP(nnx.Module):

@@ -35,8 +35,8 @@ class Batch:
         weight_BT: float32; 0 where there is nothing to learn: padding, the last token of a
             document, a label that the head does not have, the prompt of an answer.
         teacher: for distillation of probabilities, else None.
-        hidden_BTD: the target's final-norm output at each token, which the teacher and the
-            features are made of (`models.stages.with_teacher`, `with_features`); None without.
+        hidden_BTLD: the target's hidden states at each token, see `transformer.Output`, which the
+            teacher (`models.stages.with_teacher`) and the features are made of; None without.
     """
 
     token_BT: jax.Array
@@ -45,7 +45,7 @@ class Batch:
     label_BT: jax.Array
     weight_BT: jax.Array
     teacher: Teacher | None = None
-    hidden_BTD: jax.Array | None = None
+    hidden_BTLD: jax.Array | None = None
 
     def mask(self) -> jax.Array:
         """Returns bool [B, T, T]: which tokens of its own document each token sees.
@@ -60,26 +60,24 @@ class Batch:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureBatch(Batch):
-    """What a feature drafter is trained on; see `models.feature`.
+    """Every row twice: with the target's features, and with the drafter's own; 2T tokens.
+
+    `hidden_BTLD` has T: the second half of a row repeats the first. See `models.feature`.
 
     Attributes:
-        feature_BTD: what stands before each token: the target's final-norm output, or the
-            drafter's own where `own_BT`.
-        own_BT: bool, tokens of the second half of the row, which repeats the first with the
-            drafter's own features. They see the target's features before them and themselves:
-            what the second draft of a proposal sees (EAGLE-3's training-time test, arXiv
-            2503.01840, section 3.2, one step of it).
+        own_feature_BTD: the drafter's final-norm output before each token of the second half.
+        own_BT: bool, 2T: the second half. Its tokens see the first half's before them and
+            themselves: what the second draft of a proposal sees (EAGLE-3's training-time test,
+            arXiv 2503.01840, section 3.2, one step of it).
     """
 
-    feature_BTD: jax.Array | None = None
-    own_BT: jax.Array | None = None
+    own_feature_BTD: jax.Array
+    own_BT: jax.Array
 
     def mask(self) -> jax.Array:
-        """See `own_BT`; without any such token, the plain mask."""
-        if self.own_BT is None:
-            return super().mask()
+        """Returns bool [B, 2T, 2T], see `own_BT`."""
         before_BTT = self.position_BT[:, :, None] > self.position_BT[:, None, :]
         itself_TT = jnp.eye(self.token_BT.shape[1], dtype=jnp.bool_)[None]
         return self._same_document() & before_BTT & ~self.own_BT[:, None, :] | itself_TT

@@ -42,7 +42,8 @@ def prefill(
         feature_BTD: what stands before each token, for a `FeatureModel`; else None.
 
     Returns:
-        The cache, and the final-norm output at the cached tokens [B, T, D], zeros elsewhere.
+        The cache, and the hidden states of the cached tokens [B, T, L, D] (see
+        `transformer.Output`), zeros elsewhere.
 
     Raises:
         ValueError: if T does not divide into chunks.
@@ -57,7 +58,7 @@ def prefill(
     index_C = jnp.arange(chunk, dtype=jnp.int32)[None, :]
 
     def body(i: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
-        cache, hidden_BTD = carry
+        cache, hidden_BTLD = carry
         start = i * chunk
         here = [
             jax.lax.dynamic_slice_in_dim(array, start, chunk, axis=1)
@@ -66,12 +67,12 @@ def prefill(
         ]
         out = read(*here, jnp.broadcast_to(start + index_C, (B, chunk)), mask, cache)
         count_B = jnp.clip(wanted_B - start, 0, chunk)
-        real_BC1 = (index_C < count_B[:, None])[:, :, None]
-        hidden_BCD = jnp.where(real_BC1, out.hidden_BND, jnp.zeros_like(out.hidden_BND))
-        hidden_BTD = jax.lax.dynamic_update_slice_in_dim(hidden_BTD, hidden_BCD, start, axis=1)
-        return commit(cache, out.tree_kv, count_B), hidden_BTD
+        real_BC11 = (index_C < count_B[:, None])[:, :, None, None]
+        hidden_BCLD = jnp.where(real_BC11, out.hidden_BNLD, jnp.zeros_like(out.hidden_BNLD))
+        hidden_BTLD = jax.lax.dynamic_update_slice_in_dim(hidden_BTLD, hidden_BCLD, start, axis=1)
+        return commit(cache, out.tree_kv, count_B), hidden_BTLD
 
     cache = KVCache.empty(model.config, B, capacity, model.dtype)
-    hidden_BTD = jnp.zeros((B, T, model.config.d_model), model.dtype)
+    hidden_BTLD = jnp.zeros((B, T, len(model.taps) + 1, model.config.d_model), model.dtype)
     chunks = (jnp.max(wanted_B) + chunk - 1) // chunk
-    return jax.lax.fori_loop(0, chunks, body, (cache, hidden_BTD))
+    return jax.lax.fori_loop(0, chunks, body, (cache, hidden_BTLD))

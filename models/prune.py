@@ -36,6 +36,7 @@ def prune(model: Transformer, layers: Sequence[int], ids_U: np.ndarray) -> Trans
         draft_vocab_size=len(ids_U),
         tied_embeddings=False,
     )
+    out.taps = ()
     out.embed_VD = model.embed_VD
     out.blocks = nnx.List([nnx.clone(blocks[layer]) for layer in layers])
     # A tied model has None there, which nnx takes for a static attribute unless told otherwise.

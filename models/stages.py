@@ -30,7 +30,7 @@ def llama_stages(
 ) -> Stages:
     """Returns the stages of a `Transformer` or a `FeatureModel`; parameters from `split`.
 
-    Batches are `Batch`, or `FeatureBatch` for a `FeatureModel`.
+    Batches are `Batch`, for a `FeatureModel` with the target's states, or `FeatureBatch`.
 
     Args:
         config: the model's shape.
@@ -60,9 +60,15 @@ def llama_stages(
         x_BTD = held(outer).embed(batch.token_BT, comm)
         if isinstance(outer, Transformer):
             return x_BTD
-        if not isinstance(batch, FeatureBatch) or batch.feature_BTD is None:
-            raise ValueError("A feature model is trained on a FeatureBatch with feature_BTD.")
-        return outer.fuse(x_BTD, batch.feature_BTD, comm)
+        if batch.hidden_BTLD is None:
+            raise ValueError("A feature model reads the target's states: hidden_BTLD is missing.")
+        T = batch.hidden_BTLD.shape[1]
+        feature_BTD = outer.feature(batch.hidden_BTLD.astype(outer.dtype))
+        before_BTD = _before(feature_BTD, batch.position_BT[:, :T])
+        if isinstance(batch, FeatureBatch):
+            own_BTD = batch.own_feature_BTD.astype(outer.dtype)
+            before_BTD = jnp.concatenate((before_BTD, own_BTD), axis=1)
+        return outer.fuse(x_BTD, before_BTD, comm)
 
     def context(batch: Batch) -> Context:
         # Float32 tables; `block` casts them to whatever the weights are computed in.
@@ -132,47 +138,29 @@ def with_teacher(params: Params, batch: Batch) -> Batch:
     target's own final-norm output.
 
     Raises:
-        ValueError: if the batch has no `hidden_BTD`.
+        ValueError: if the batch has no `hidden_BTLD`.
     """
-    if batch.hidden_BTD is None:
-        raise ValueError("A teacher is made of the target's states: the batch has no hidden_BTD.")
+    if batch.hidden_BTLD is None:
+        raise ValueError("A teacher is made of the target's states: the batch has no hidden_BTLD.")
     decoder = decoder_of(params.outer)
-    logits_BTU = decoder.head(batch.hidden_BTD.astype(decoder.dtype), LOCAL)
+    logits_BTU = decoder.head(batch.hidden_BTLD[..., -1, :].astype(decoder.dtype), LOCAL)
     return dataclasses.replace(batch, teacher=Teacher(None, logits_BTU))
 
 
-def with_features(batch: Batch) -> FeatureBatch:
-    """Puts before each token the target's state there; zeros before a document's first.
-
-    Raises:
-        ValueError: if the batch has no `hidden_BTD`.
-    """
-    if batch.hidden_BTD is None:
-        raise ValueError("Features are the target's states: the batch has no hidden_BTD.")
-    before_BTD = jnp.pad(batch.hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    before_BTD = jnp.where(batch.position_BT[:, :, None] == 0, 0, before_BTD)
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
-    return FeatureBatch(**fields, feature_BTD=before_BTD)
-
-
-def with_own_features(stages: Stages, params: Params, batch: FeatureBatch) -> FeatureBatch:
+def with_own_features(stages: Stages, params: Params, batch: Batch) -> FeatureBatch:
     """Appends to each row its repetition with the drafter's own features; see `FeatureBatch`.
 
     The features are computed with the present weights and get no gradient. [B, T] -> [B, 2T].
     """
-    if batch.feature_BTD is None:
-        raise ValueError("Own features follow the target's: the batch has no feature_BTD.")
-    norm = decoder_of(params.outer).final_norm
-    hidden_BTD = norm(forward(stages, params, batch, LOCAL))
-    own_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    first_BT = batch.position_BT == 0  # nothing stands before it, and it was drafted by nobody
-    own_BTD = jnp.where(first_BT[:, :, None], jnp.zeros_like(own_BTD), own_BTD)
+    hidden_BTD = decoder_of(params.outer).final_norm(forward(stages, params, batch, LOCAL))
+    own_BTD = jax.lax.stop_gradient(_before(hidden_BTD, batch.position_BT))
 
     def twice(array: jax.Array) -> jax.Array:
         return jnp.concatenate((array, array), axis=1)
 
+    # The first token of a text has nothing before it, and was drafted by nobody.
+    weight_BT = jnp.where(batch.position_BT == 0, jnp.zeros_like(batch.weight_BT), batch.weight_BT)
     own_BT = jnp.zeros(batch.token_BT.shape, jnp.bool_)
-    weight_BT = jnp.where(first_BT, jnp.zeros_like(batch.weight_BT), batch.weight_BT)
     return FeatureBatch(
         teacher=jax.tree.map(twice, batch.teacher),
         token_BT=twice(batch.token_BT),
@@ -180,8 +168,14 @@ def with_own_features(stages: Stages, params: Params, batch: FeatureBatch) -> Fe
         segment_BT=twice(batch.segment_BT),
         label_BT=twice(batch.label_BT),
         weight_BT=jnp.concatenate((batch.weight_BT, weight_BT), axis=1),
-        feature_BTD=jnp.concatenate(
-            (batch.feature_BTD.astype(own_BTD.dtype), jax.lax.stop_gradient(own_BTD)), axis=1
-        ),
+        hidden_BTLD=batch.hidden_BTLD,
+        own_feature_BTD=own_BTD,
         own_BT=jnp.concatenate((own_BT, ~own_BT), axis=1),
     )
+
+
+def _before(feature_BTD: jax.Array, position_BT: jax.Array) -> jax.Array:
+    """Returns of each token what stands before it; zeros before the first of a text."""
+    before_BTD = jnp.pad(feature_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    first_BT1 = position_BT[:, :, None] == 0
+    return jnp.where(first_BT1, jnp.zeros_like(before_BTD), before_BTD)

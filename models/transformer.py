@@ -10,7 +10,7 @@ from flax import nnx
 from models.attention import Attention, Context, Implementation, LayerKV
 from models.config import ModelConfig
 from models.kv_cache import KVCache
-from models.layers import MLP, Maker, RMSNorm, head_logits, maker, rope_tables
+from models.layers import MLP, Maker, RMSNorm, head_logits, maker, normalised, rope_tables
 from parallel.comm import LOCAL, Comm
 
 
@@ -21,13 +21,19 @@ class Output(NamedTuple):
 
     Attributes:
         logits_BNV: float32.
-        hidden_BND: output of the final norm.
+        hidden_BNLD: what feature drafters read: the L - 1 taps of the model, see `Transformer`, and
+            last the output of the final norm.
         tree_kv: K/V of the N tokens, one entry a layer.
     """
 
     logits_BNV: jax.Array
-    hidden_BND: jax.Array
+    hidden_BNLD: jax.Array
     tree_kv: tuple[LayerKV, ...]
+
+    @property
+    def final_BND(self) -> jax.Array:
+        """The output of the final norm."""
+        return self.hidden_BNLD[..., -1, :]
 
 
 class Block(nnx.Module):
@@ -63,6 +69,8 @@ class Transformer(nnx.Module):
         config: its sizes and constants.
         kernel: implementation of tree attention ("reference", "tpu", "gpu"); None, the default,
             for the platform's own. Set it to build for a GPU that is not here, or to compare.
+        taps: blocks whose output is handed out as well, ascending; () by default. Set it to what
+            the feature drafter was trained on, see `models.feature`.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class Transformer(nnx.Module):
         make = maker(config, rngs, dtype)
         self.config = config
         self.kernel: Implementation | None = None
+        self.taps: tuple[int, ...] = ()
         self.embed_VD = make("VD", config.d_model)
         self.blocks = nnx.List([Block(config, make) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(make, config.norm_eps)
@@ -135,13 +144,16 @@ class Transformer(nnx.Module):
         """All that follows the embedding, for models that embed more than tokens."""
         tables = rope_tables(self.config, position_BN, x_BND.dtype)
         ctx = Context(*tables, mask_BNM, cache.length_B, self.kernel)
-        tree_kv = []
+        tree_kv, tapped = [], []
         for i, block in enumerate(self.blocks):
             cached = (cache.k_BKSA[i], cache.v_BKSA[i])
             x_BND, kv = block(x_BND, ctx, cached, None if earlier is None else earlier[i], comm)
             tree_kv.append(kv)
-        hidden_BND = self.final_norm(x_BND)
-        return Output(self.head(hidden_BND, comm), hidden_BND, tuple(tree_kv))
+            if i in self.taps:
+                tapped.append(normalised(x_BND, self.config.norm_eps))
+        final_BND = self.final_norm(x_BND)
+        hidden_BNLD = jnp.stack((*tapped, final_BND), axis=-2)
+        return Output(self.head(final_BND, comm), hidden_BNLD, tuple(tree_kv))
 
 
 def causal_mask(batch: int, length: int) -> jax.Array:

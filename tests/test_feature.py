@@ -10,13 +10,12 @@ import pytest
 from flax import nnx
 
 from models.feature import feature_model
-from models.losses import Batch, FeatureBatch
+from models.losses import Batch
 from models.prune import prune
 from models.stages import (
     join,
     llama_stages,
     split,
-    with_features,
     with_own_features,
     with_teacher,
 )
@@ -36,16 +35,23 @@ LONG = 24
 
 
 def untrained(target, ids=IDS):
-    return feature_model(prune(target, [0], ids), nnx.Rngs(0))
+    """Reads the target's taps, each as much as its last state."""
+    model = feature_model(prune(target, [0], ids), nnx.Rngs(0), target.taps)
+    if target.taps:
+        D = target.config.d_model
+        model.mix_LDD[...] = jnp.tile(jnp.eye(D)[None], (len(target.taps) + 1, 1, 1))
+    return model
 
 
 def drafter(model, shape=(2, 1, 1), how=Children.TOP_K, ids=IDS):
     return FeatureDrafter(model, expansion(shape), toys.VOCAB2, jnp.asarray(ids), how)
 
 
-@pytest.fixture(scope="module")
-def target():
-    return toys.tiny(3)
+@pytest.fixture(scope="module", params=[(), (0,)], ids=["last", "tapped"])
+def target(request):
+    model = toys.tiny(3)
+    model.taps = request.param
+    return model
 
 
 def test_output_equals_plain_decoding(target):
@@ -57,30 +63,48 @@ def test_output_equals_plain_decoding(target):
 
 def test_features_and_teacher_come_from_the_targets_states(target):
     """Two documents in a row: each token beside the state before it, and what follows it."""
-    tied = prune(target, [0], IDS)
+    model = untrained(target)
     token = jnp.asarray([[5, 9, 60, 3, 7]], jnp.int32)
     position = jnp.asarray([[0, 1, 2, 0, 1]], jnp.int32)
     zero = jnp.zeros_like(token)
     plain = Batch(token, position, zero, zero, jnp.ones(token.shape))
-    hidden = hidden_of(target, token)
-    batch = with_features(dataclasses.replace(plain, hidden_BTD=hidden))
-    np.testing.assert_array_equal(batch.feature_BTD[0, [1, 2, 4]], hidden[0, [0, 1, 3]])
-    assert not np.asarray(batch.feature_BTD[0, [0, 3]]).any()
-    taught = with_teacher(split(tied), batch)
+    batch = dataclasses.replace(plain, hidden_BTLD=hidden_of(target, token))
+    stages, params = llama_stages(model.config, frozen=("embed_VD",)), split(model)
+    final = batch.hidden_BTLD.sum(2)  # see `untrained`; alone, it is the last
+    before = jnp.stack([jnp.zeros_like(final[:, 0]), final[:, 0], final[:, 1]] * 2, axis=1)[:, :5]
+    before = before.at[:, 4].set(final[:, 3])
+    fused = model.fuse(model.decoder.embed(token), before, LOCAL)
+    found = stages.embed(params.outer, batch, LOCAL)
+    np.testing.assert_allclose(found, fused, rtol=1e-5, atol=1e-5)
+    taught = with_teacher(params, batch)
     logits = target(token, zero + jnp.arange(5, dtype=jnp.int32)[None], causal_mask(1, 5))
     np.testing.assert_allclose(
         taught.teacher.logit_BTk, logits.logits_BNV[..., IDS], rtol=1e-5, atol=1e-5
     )
-    for build in (with_features, lambda batch: with_teacher(split(tied), batch)):
-        with pytest.raises(ValueError, match="no hidden_BTD"):
-            build(plain)
+    with pytest.raises(ValueError, match="no hidden_BTLD"):
+        with_teacher(params, plain)
 
 
 @toys.quick
 def hidden_of(target, token_BT):
     n = token_BT.shape[1]
     position = jnp.arange(n, dtype=jnp.int32)[None]
-    return target(token_BT, position, causal_mask(1, n)).hidden_BND
+    return target(token_BT, position, causal_mask(1, n)).hidden_BNLD
+
+
+def test_taps_are_the_states_between_blocks():
+    """The final norm of a decoder that ends there is the tap, scaled."""
+    target = toys.tiny(3)
+    target.taps = (0, 1)
+    token = jnp.asarray([PROMPTS[0]], jnp.int32)
+    states = hidden_of(target, token)
+    assert states.shape == (1, 3, 3, target.config.d_model)
+    for block in target.taps:
+        ends = prune(target, range(block + 1), IDS)
+        scale_D = ends.final_norm.scale_D[...][None, None]
+        last = hidden_of(ends, token)[:, :, -1]
+        np.testing.assert_allclose(states[:, :, block] * scale_D, last, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(states[:, :, 1] * scale_D, states[:, :, 2], rtol=1e-5, atol=1e-5)
 
 
 def batch_of(target, text, ids):
@@ -89,13 +113,13 @@ def batch_of(target, text, ids):
     token = np.asarray([text[:-1]], np.int32)
     hidden = hidden_of(target, jnp.asarray(token))
     label = [row.get(t, 0) for t in text[1:]]
-    return FeatureBatch(
+    return Batch(
         token_BT=jnp.asarray(token),
         position_BT=jnp.arange(token.shape[1], dtype=jnp.int32)[None],
         segment_BT=jnp.zeros(token.shape, jnp.int32),
         label_BT=jnp.asarray([label], jnp.int32),
         weight_BT=jnp.asarray([[float(t in row) for t in text[1:]]]),
-        feature_BTD=jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))),
+        hidden_BTLD=hidden,
     )
 
 
@@ -147,11 +171,18 @@ def test_it_learns_to_draft(target):
     assert done.metrics.acceptance_rate > 0.9
 
 
-def test_needs_features(target):
+def test_needs_the_targets_states(target):
     model = untrained(target)
     stages = llama_stages(model.config, frozen=("embed_VD",))
-    batch = dataclasses.replace(batch_of(target, [1, 2, 3], IDS), feature_BTD=None)
-    with pytest.raises(ValueError, match="feature_BTD"):
-        forward_loss(stages, split(model), batch)
-    with pytest.raises(ValueError, match="feature_BTD"):
-        with_own_features(stages, split(model), batch)
+    batch = dataclasses.replace(batch_of(target, [1, 2, 3], IDS), hidden_BTLD=None)
+    for use in (forward_loss, with_own_features):
+        with pytest.raises(ValueError, match="hidden_BTLD"):
+            use(stages, split(model), batch)
+
+
+def test_refuses_a_target_with_other_taps(target):
+    mine = drafter(feature_model(prune(target, [0], IDS), nnx.Rngs(0), (0, 1)))
+    with pytest.raises(
+        ValueError, match=r"reads the target's blocks \(0, 1\).*set the target's taps"
+    ):
+        toys.decode(target, mine, PROMPTS, 4)

@@ -95,5 +95,7 @@ def test_documents_do_not_see_each_other():
 def test_a_token_with_its_own_feature_sees_the_targets_before_it():
     """Documents of 2 and 1 tokens, and their repetition: what the second draft reads."""
     own = jnp.asarray([[False] * 3 + [True] * 3])
-    mask = packed([0, 0, 1] * 2, [0, 1, 0] * 2, own_BT=own).mask()
+    mask = packed(
+        [0, 0, 1] * 2, [0, 1, 0] * 2, own_feature_BTD=jnp.zeros((1, 3, 1)), own_BT=own
+    ).mask()
     assert seen(mask) == [[0], [0, 1], [2], [3], [0, 4], [5]]

@@ -1,12 +1,16 @@
 """Drafters of reduced vocabulary in int8 files, and what decodes with them (HO-07 c)."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors import safe_open
 
 from experiments import setup
 from models.checkpoint import shipped
+from models.feature import feature_model
 from models.prune import prune
 from spec.drafters import ModelDrafter
 from spec.draws import Children
@@ -91,6 +95,33 @@ def test_file(tmp_path):
     shipped.save(loaded.model, CYCLE, path, {})
     again = shipped.load(path, table_VD, jnp.float32)
     np.testing.assert_allclose(again.model.head_DU[...], head, rtol=1e-6)
+
+
+def test_a_feature_model_with_the_blocks_that_it_reads(tmp_path):
+    target, path = toys.tiny(), tmp_path / "drafter.safetensors"
+    model = feature_model(prune(target, [1], CYCLE), nnx.Rngs(0), (0, 1))
+    model.mix_LDD[...] += jnp.arange(3.0)[:, None, None]  # no two of them alike
+    shipped.save(model, CYCLE, path, {})
+    loaded = shipped.load(path, target.embed_VD[...], jnp.float32).model
+    assert loaded.reads == (0, 1)
+    for name in ("token_DD", "feature_DD", "mix_LDD"):
+        want = np.asarray(getattr(model, name)[...])
+        close = np.abs(want).max() / 254 * 1.001
+        np.testing.assert_allclose(getattr(loaded, name)[...], want, atol=close)
+    # By its file's name it is drafted with at once: the target hands out what it reads.
+    tokens = setup.Loaded(target, SimpleNamespace(vocab_size=toys.VOCAB2))
+    made = setup.make_drafter([str(path)], ["2,1"], "top_k", "1,8", 1, tokens, jnp.float32)
+    assert target.taps == (0, 1)
+    assert toys.decode(target, made, [[5, 9, 60]], 8) == toys.decode(
+        target, toys.PLAIN, [[5, 9, 60]], 8
+    )
+    setup.make_drafter(["none"], ["1"], "top_k", "1,8", 1, tokens, jnp.float32)
+    assert target.taps == ()
+    other = tmp_path / "other.safetensors"
+    shipped.save(feature_model(prune(target, [1], CYCLE), nnx.Rngs(0)), CYCLE, other, {})
+    names = [str(path), str(other)]
+    with pytest.raises(ValueError, match=r"different blocks of the target, \[\(\), \(0, 1\)\]"):
+        setup.make_drafter(names, ["2,1"], "top_k", "1,8", 1, tokens, jnp.float32)
 
 
 def test_bad_files(tmp_path, target, reduced):

@@ -21,23 +21,25 @@ from experiments.train import Arguments, Job
 from models.feature import feature_model
 from models.losses import Batch
 from models.prune import prune
-from models.stages import with_features, with_own_features, with_teacher
+from models.stages import with_own_features, with_teacher
 from parallel.stages import Stages
 
 LAYERS = 1
+READS = (6, 14, 22)  # blocks of the target
 
 
 def build(asked: Arguments) -> Job:
     """See `experiments.train`."""
     recipe, of = RECIPE.changed(asked), distill.material(asked)
+    of.target.model.taps = READS
     layers = distill.evenly(of.target.model.config.num_layers, LAYERS)
     model, ids_U = distill.begin(
         of,
         recipe.draft_vocab,
-        lambda ids_U: feature_model(prune(of.target.model, layers, ids_U), nnx.Rngs(0)),
+        lambda ids_U: feature_model(prune(of.target.model, layers, ids_U), nnx.Rngs(0), READS),
     )
 
     def read_twice(stages: Stages, params: Any, batch: Batch) -> Batch:
-        return with_own_features(stages, params, with_features(with_teacher(params, batch)))
+        return with_own_features(stages, params, with_teacher(params, batch))
 
     return distill.job(of, model, ids_U, recipe, read_twice)

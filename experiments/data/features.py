@@ -25,33 +25,33 @@ class HiddenRows:
         length: T.
     """
 
-    def __init__(self, rows: Rows, hidden_nTD: np.ndarray):
-        """Takes hidden states of every row, [rows, T, D], from `hidden_states`."""
-        self.rows, self.length, self._hidden_nTD = rows, rows.length, hidden_nTD
+    def __init__(self, rows: Rows, hidden_nTLD: np.ndarray):
+        """Takes hidden states of every row, [rows, T, L, D], from `hidden_states`."""
+        self.rows, self.length, self._hidden_nTLD = rows, rows.length, hidden_nTLD
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
-        hidden_TD = np.asarray(self._hidden_nTD[int(index)], np.float32)
-        return {**self.rows[index], "hidden_BTD": hidden_TD}
+        hidden_TLD = np.asarray(self._hidden_nTLD[int(index)], np.float32)
+        return {**self.rows[index], "hidden_BTLD": hidden_TLD}
 
 
 def hidden_states(rows: Rows, target: Transformer, path: str | os.PathLike[str]) -> np.ndarray:
-    """Returns float16 [rows, T, D], the target's final-norm output, from disk or computed.
+    """Returns float16 [rows, T, L, D], the target's states, from disk or computed.
 
     Can be interrupted and called again. A row's documents do not see each other.
 
     Args:
         rows: of the corpus.
-        target: the model.
+        target: the model; its taps say which L - 1 states there are beside the final norm's.
         path: of an .npy file; beside it, a note says how far it is.
 
     Raises:
         ValueError: if the file there has another shape.
     """
     path = pathlib.Path(path)
-    shape = (len(rows), rows.length, target.config.d_model)
+    shape = (len(rows), rows.length, len(target.taps) + 1, target.config.d_model)
     note = path.with_suffix(".json")
     if path.exists():
         hidden = np.lib.format.open_memmap(path, mode="r+")
@@ -78,5 +78,5 @@ def hidden_states(rows: Rows, target: Transformer, path: str | os.PathLike[str])
 
 @jax.jit
 def _hidden(target: Transformer, batch: Batch) -> jax.Array:
-    hidden = target(batch.token_BT, batch.position_BT, batch.mask()).hidden_BND
+    hidden = target(batch.token_BT, batch.position_BT, batch.mask()).hidden_BNLD
     return hidden.astype(jnp.float16)

@@ -19,8 +19,9 @@ from models.stages import decoder_of
 from models.transformer import Transformer
 
 _TABLE, _HEAD, _IDS, _SCALE, _CONFIG = "embed_VD", "head_DU", "ids_U", ".scale", "config"
-# What a feature model has beside its decoder; a file that holds them holds one.
-_FUSION = ("token_DD", "feature_DD")
+# What a feature model has beside its decoder; a file that holds them holds one. The last, and the
+# blocks of the target that it reads, are only there if it reads any.
+_FUSION, _MIX, _READS = ("token_DD", "feature_DD"), "mix_LDD", "reads"
 
 
 class Shipped(NamedTuple):
@@ -76,6 +77,8 @@ def save(
         scale = np.maximum(np.abs(weight).max(axis=1, keepdims=True), 1e-30) / 127
         tensors[name] = np.ascontiguousarray(np.rint(weight / scale).astype(np.int8))
         tensors[name + _SCALE] = np.ascontiguousarray(scale.astype(np.float32))
+    if isinstance(model, FeatureModel) and model.reads:
+        tensors[_READS] = np.asarray(model.reads, np.int32)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -100,9 +103,10 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
             card = dict(file.metadata() or {})
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
             config = _config(path, card)
-            fused = _FUSION[0] in shapes
-            own_head = _HEAD in shapes
-            check(path, _expected(config, fused, own_head), shapes, {}, "any")
+            fused, own_head = _FUSION[0] in shapes, _HEAD in shapes
+            states = shapes[_READS][0] + 1 if _READS in shapes else 1
+            fusion = _fusion(config, states) if fused else {}
+            check(path, _expected(config, own_head) | fusion, shapes, {}, "any")
             if (config.vocab_size, config.d_model) != table_VD.shape:
                 raise ValueError(
                     f"{path} drafts for a table of {(config.vocab_size, config.d_model)}, this "
@@ -128,12 +132,21 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
                 return parameter.from_file(file.get_tensor(parameter.name))
 
             decoder = build(config, read, dtype)
-            fusion = [jnp.asarray(matrix(name).T, dtype) for name in _FUSION] if fused else None
+            model: Transformer | FeatureModel = decoder
+            if fused:
+                token_DD, feature_DD = (jnp.asarray(matrix(name).T, dtype) for name in _FUSION)
+                mix_LDD: jax.Array | None = None
+                reads: tuple[int, ...] = ()
+                if states > 1:
+                    D = config.d_model
+                    mix_LDD = jnp.asarray(matrix(_MIX).T.reshape(states, D, D), dtype)
+                    reads = tuple(int(block) for block in file.get_tensor(_READS))
+                model = FeatureModel(decoder, token_DD, feature_DD, mix_LDD, reads)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
     if table_VD.dtype == jnp.dtype(dtype):
         decoder.embed_VD[...] = table_VD  # shared, where `build` made a copy
-    return Shipped(FeatureModel(decoder, *fusion) if fusion else decoder, ids_U, card)
+    return Shipped(model, ids_U, card)
 
 
 def _weights(model: Transformer | FeatureModel) -> Iterator[tuple[str, np.ndarray]]:
@@ -142,8 +155,9 @@ def _weights(model: Transformer | FeatureModel) -> Iterator[tuple[str, np.ndarra
         if parameter.name != _TABLE:
             yield parameter.name, parameter.to_file(np.asarray(array, np.float32))
     if isinstance(model, FeatureModel):
-        for name in _FUSION:
-            yield name, np.asarray(getattr(model, name)[...], np.float32).T
+        for name in (*_FUSION, *([_MIX] if model.reads else [])):
+            weight = np.asarray(getattr(model, name)[...], np.float32)
+            yield name, weight.reshape(-1, weight.shape[-1]).T
 
 
 def _config(path: str | os.PathLike[str], card: dict[str, str]) -> ModelConfig:
@@ -152,9 +166,8 @@ def _config(path: str | os.PathLike[str], card: dict[str, str]) -> ModelConfig:
     return config_from_hf(json.loads(card.pop(_CONFIG)))
 
 
-def _expected(config: ModelConfig, fused: bool, own_head: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor in the file."""
-    D = config.d_model
+def _expected(config: ModelConfig, own_head: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor of the decoder in the file."""
     out: dict[str, tuple[int, ...]] = {_IDS: (config.draft_vocab_size,)}
     for parameter in parameters(config):
         if parameter.name == _TABLE or (parameter.name == _HEAD and not own_head):
@@ -162,6 +175,14 @@ def _expected(config: ModelConfig, fused: bool, own_head: bool) -> dict[str, tup
         out[parameter.name] = parameter.file_shape
         if parameter.inputs:
             out[parameter.name + _SCALE] = (parameter.file_shape[0], 1)
-    for name in _FUSION if fused else ():
+    return out
+
+
+def _fusion(config: ModelConfig, states: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of what a feature model has beside it; L = `states`."""
+    D, out = config.d_model, dict[str, tuple[int, ...]]()
+    for name in _FUSION:
         out |= {name: (D, D), name + _SCALE: (D, 1)}
+    if states > 1:
+        out |= {_READS: (states - 1,), _MIX: (D, states * D), _MIX + _SCALE: (D, 1)}
     return out

@@ -59,7 +59,7 @@ class EarlyExitDrafter(StaticTree):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTD: jax.Array,
+        hidden_BTLD: jax.Array,
         capacity: int,
         path_size: int,
     ) -> tuple[()]:

@@ -63,18 +63,23 @@ class FeatureDrafter(StaticTree):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTD: jax.Array,
+        hidden_BTLD: jax.Array,
         capacity: int,
         path_size: int,
     ) -> FeatureState:
-        """Prefills the drafter's own cache with prompt[:-1] and the target's features."""
-        B, _, D = hidden_BTD.shape
+        """Prefills the drafter's own cache with prompt[:-1] and the target's features.
+
+        Raises:
+            ValueError: if the target does not hand out the states that the model reads.
+        """
+        feature_BTD = self.model.feature(hidden_BTLD)
+        B, _, D = feature_BTD.shape
         capacity = min(capacity, self.model.config.max_positions)
-        before_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        before_BTD = jnp.pad(feature_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
         cache, _ = prefill(self.model, token_BT, length_B, capacity, before_BTD)
         root_B1 = jnp.take_along_axis(token_BT, jnp.maximum(length_B - 1, 0)[:, None], axis=1)
         last_B11 = jnp.maximum(length_B - 2, 0)[:, None, None]
-        feature_B1D = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)
+        feature_B1D = jnp.take_along_axis(feature_BTD, last_B11, axis=1)
         # A text of one token has nothing before it.
         some_B11 = (length_B > 1)[:, None, None]
         feature_B1D = jnp.where(some_B11, feature_B1D, jnp.zeros((B, 1, D), feature_B1D.dtype))
@@ -97,7 +102,7 @@ class FeatureDrafter(StaticTree):
         )
         cache = commit(state.cache, out.tree_kv, state.count_B)
         last_B11 = jnp.maximum(state.count_B - 1, 0)[:, None, None]
-        root_B1D = jnp.take_along_axis(out.hidden_BND, last_B11, axis=1)
+        root_B1D = jnp.take_along_axis(out.final_BND, last_B11, axis=1)
         feature_BD = {0: root_B1D[:, 0]}
 
         def read(
@@ -110,7 +115,7 @@ class FeatureDrafter(StaticTree):
             parents = [feature_BD[self.shape.parent[node]] for node in nodes]
             before_BnD = jnp.stack(parents, axis=1)
             out = self.model(token_Bn, before_BnD, position_Bn, mask_Bnm, cache, earlier)
-            feature_BD.update({node: out.hidden_BND[:, i] for i, node in enumerate(nodes)})
+            feature_BD.update({node: out.final_BND[:, i] for i, node in enumerate(nodes)})
             return out.logits_BNV, out.tree_kv
 
         logits_B1U = self.model.decoder.head(root_B1D)
@@ -121,7 +126,6 @@ class FeatureDrafter(StaticTree):
     def observe(self, state: FeatureState, step: Step) -> FeatureState:
         """Queues the accepted drafts and the bonus, each with the target's state before it."""
         unread_BP = emitted_tokens(step.token_BP, step.count_B, step.bonus_B)
-        # Emitted token i follows path node i, whose hidden state is what stands before it.
-        return FeatureState(
-            state.cache, unread_BP, step.hidden_BPD.astype(state.feature_BPD.dtype), step.count_B
-        )
+        # Emitted token i follows path node i, whose hidden states are what stands before it.
+        feature_BPD = self.model.feature(step.hidden_BPLD).astype(state.feature_BPD.dtype)
+        return FeatureState(state.cache, unread_BP, feature_BPD, step.count_B)

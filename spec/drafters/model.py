@@ -72,7 +72,7 @@ class ModelDrafter(StaticTree):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTD: jax.Array,
+        hidden_BTLD: jax.Array,
         capacity: int,
         path_size: int,
     ) -> ModelState:
@@ -93,7 +93,7 @@ class ModelDrafter(StaticTree):
         out = self.model(state.unread_BP, position_BP, causal_mask(B, P), state.cache)
         cache = commit(state.cache, out.tree_kv, state.count_B)
         last_B11 = jnp.maximum(state.count_B - 1, 0)[:, None, None]
-        logits_B1U = self.model.head(jnp.take_along_axis(out.hidden_BND, last_B11, axis=1))
+        logits_B1U = self.model.head(jnp.take_along_axis(out.final_BND, last_B11, axis=1))
 
         def read(
             nodes: list[int],
