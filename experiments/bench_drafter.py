@@ -115,7 +115,7 @@ def systems(nodes: int, temperature: float, smoke: bool) -> list[System]:
         out.append(System("chain", 1, 1, (1,) * (nodes - 1), how))
         half = nodes // 2
         out.append(System("chain", half, 1, (1,) * (nodes - half), how))
-        for ngram in (nodes // 2, 3 * nodes // 4):
+        for ngram in (nodes // 4, nodes // 2):
             shapes = [widths for widths in expansions(nodes - ngram + 1) if widths[0] > 1]
             out += [System("merged tree", ngram, 4, widths, how) for widths in shapes]
     if smoke:

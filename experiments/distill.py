@@ -20,7 +20,7 @@ from experiments.data import sources
 from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, frequent_tokens, row_of_token
 from experiments.data.features import HiddenRows, hidden_states
-from experiments.loop import LoopConfig
+from experiments.loop import LoopConfig, columns
 from experiments.prompts import load as prompt_set
 from experiments.train import Arguments, Job
 from models.checkpoint import shipped
@@ -142,6 +142,7 @@ def job(
     ids_U: np.ndarray,
     recipe: Recipe,
     prepare: Callable[[Stages, Any, Any], Any],
+    about: Mapping[str, str],
 ) -> Job:
     """Returns the run: forward KL with AdamW, evaluated by decoding `dev` prompts.
 
@@ -151,6 +152,7 @@ def job(
         ids_U: token ids of its head.
         recipe: see `Recipe`.
         prepare: `(stages, params, batch) -> batch`: what the model reads beside tokens.
+        about: what the card of the exported file says first: about, command.
     """
     stages = llama_stages(model.config, "forward_kl", frozen=FROZEN)
     rate = optax.warmup_cosine_decay_schedule(
@@ -180,7 +182,8 @@ def job(
         # Of a path the last part: what is shipped says nothing about this machine.
         named = (source.partition(":") for source in of.data)
         data = ", ".join(f"{kind}:{pathlib.Path(where).name}" for kind, _, where in named)
-        card = {**_named(recipe), "steps": str(int(state.step)), "data": data}
+        told = {**about, **_named(recipe), "steps": str(int(state.step)), "data": data}
+        card = told | _reached(folder)
         shipped.save(join(state.params), ids_U, path, card)
         return path
 
@@ -199,6 +202,16 @@ def job(
 
 def _frozen_leaves(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: is_frozen(path, FROZEN), params)
+
+
+def _reached(folder: pathlib.Path) -> dict[str, str]:
+    """Returns what a run's tables say in the end: minutes, loss, figures on `dev` prompts."""
+    curves, scores = (columns(folder / name) for name in ("train.csv", "evaluation.csv"))
+    spent = zip(curves["tokens"], curves["tokens_per_s"], strict=True)
+    minutes = sum(tokens / rate for tokens, rate in spent if rate) / 60
+    last = curves["loss"][-50:]
+    out = {"minutes": f"{minutes:.0f}", "loss": f"{sum(last) / len(last):.3f}"}
+    return out | {f"dev_{name}": f"{scores[name][-1]:.3f}" for name in scores if name != "step"}
 
 
 def _named(recipe: Recipe) -> dict[str, str]:

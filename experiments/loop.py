@@ -169,6 +169,15 @@ def _report(pending: list[tuple[int, Any]], curves: "_Table", bar: tqdm, clock: 
     return seconds
 
 
+def columns(path: pathlib.Path) -> dict[str, list[float]]:
+    """Returns a table that `fit` wrote, by column; empty if there is none."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]} if rows else {}
+
+
 class _Table:
     """A CSV file that grows; on resumption the rows after the checkpoint are dropped."""
 

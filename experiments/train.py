@@ -10,7 +10,6 @@ on several processes, which all run the same command but for their number:
         --coordinator HOST:9911 --num_processes 2 --process_id 0
 """
 
-import csv
 import dataclasses
 import importlib
 import pathlib
@@ -25,7 +24,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 
 from experiments import configs, setup
-from experiments.loop import Batches, LoopConfig, fit
+from experiments.loop import Batches, LoopConfig, columns, fit
 from experiments.plots import plot_curves
 from parallel import launch
 from parallel.plan import Plan
@@ -131,16 +130,8 @@ def train(
         state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
     if jax.process_index():
         return None
-    plot_curves(out / "curves.png", _columns(out / "train.csv"), _columns(out / "evaluation.csv"))
+    plot_curves(out / "curves.png", columns(out / "train.csv"), columns(out / "evaluation.csv"))
     return job.export(state, out)
-
-
-def _columns(path: pathlib.Path) -> dict[str, list[float]]:
-    if not path.exists():
-        return {}
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: [float(row[name]) for row in rows] for name in rows[0]} if rows else {}
 
 
 def main(argv: list[str]) -> None:

@@ -24,6 +24,7 @@ def perfect(sequences, shape):
     return toys.scripted(sequences, shape, 97, rank=[ranks] * len(sequences), width=256)
 
 
+@pytest.mark.slow
 def test_float32_is_exact_for_200_tokens():
     """Plain, two trees and the uncached oracle say the same."""
     model = toys.tiny()

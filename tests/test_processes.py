@@ -66,14 +66,17 @@ def close(found, wanted):
     np.testing.assert_allclose([x for _, x in found], [x for _, x in wanted], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("mesh", "count"), [("data=2", 2), ("fsdp=2,tensor=2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "count"), [("data=2", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.slow)]
+)
 def test_many_processes_give_one_curve(tmp_path, alone, mesh, count):
     for status, errors in finished(launched(tmp_path, mesh, count)):
         assert status == 0, errors[-2000:]
     close(losses(tmp_path), alone)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_the_death_of_one_ends_the_others(tmp_path, victim):
     """Killed after a checkpoint, the coordinator or not; two more go on, and one device too."""
     many, alone = tmp_path / "many", tmp_path / "alone"

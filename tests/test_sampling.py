@@ -19,6 +19,7 @@ from spec.tree_shapes import expansion
 from spec.verify import RULES, Keys
 from spec.verify.rule import _WHY, check_fit
 from spec.verify.top_down import law_at
+from tests import toys
 from tests.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted
 
 N_DRAWS, TOLERANCE = 40_000, 0.012
@@ -165,15 +166,14 @@ def test_a_batch_of_greedy_and_sampled_rows():
 def test_temperature_one_and_two():
     """HO-10: T1 after token 2: 7 with .652, 8 with .240, others .012; at T = 2 all are seen."""
     target = chain11()
-    for temperature, rows_of in ((1.0, N_DRAWS), (2.0, 8192)):
-        prompts = [[2]] * rows_of
+    prompts = [[2]] * 8192
+    for temperature in (1.0, 2.0):
         done = generate(target, PLAIN, prompts, Request(1, temperature=temperature, seed=3))
         got = np.bincount([c.token_ids[0] for c in done], minlength=VOCAB1) / len(prompts)
         logits = np.zeros(VOCAB1)
         logits[7], logits[8] = 4 / temperature, 3 / temperature
         want = np.exp(logits) / np.exp(logits).sum()
-        tolerance = TOLERANCE if temperature == 1 else 0.02
-        np.testing.assert_allclose(got, want, atol=tolerance)
+        np.testing.assert_allclose(got, want, atol=0.02)
         if temperature == 1:
             np.testing.assert_allclose(want[[7, 8, 0]], [0.652435, 0.240017, 0.011950], atol=1e-6)
         else:
@@ -197,13 +197,16 @@ def test_meaningless_controls_are_refused(bad):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.floats(-6, 6), min_size=2, max_size=12),
+    # Few lengths: each is a compilation.
+    st.sampled_from((2, 7, 12)).flatmap(
+        lambda n: st.lists(st.floats(-6, 6), min_size=n, max_size=n)
+    ),
     st.integers(0, 12),
     st.floats(0.05, 1),
 )
 def test_top_k_and_top_p_against_a_sort(logits, top_k, top_p):
     got = np.asarray(
-        probabilities(jnp.asarray([[logits]], jnp.float32), rows(0.8, top_k, top_p, 1))
+        toys.quick(probabilities)(jnp.asarray([[logits]], jnp.float32), rows(0.8, top_k, top_p, 1))
     )[0, 0]
     p = np.asarray(jax.nn.softmax(jnp.asarray(logits, jnp.float32) / jnp.float32(0.8)))
     ordered = np.sort(p)[::-1]

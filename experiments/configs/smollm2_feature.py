@@ -25,21 +25,33 @@ from models.stages import with_own_features, with_teacher
 from parallel.stages import Stages
 
 LAYERS = 1
-READS = (6, 14, 22)  # blocks of the target
+ABOUT = {
+    "about": "One decoder layer over the hidden states of SmolLM2-135M-Instruct (Q4_1, float32)",
+    "command": "python -m experiments.train --config smollm2_feature",
+}
 
 
 def build(asked: Arguments) -> Job:
     """See `experiments.train`."""
     recipe, of = RECIPE.changed(asked), distill.material(asked)
-    of.target.model.taps = READS
-    layers = distill.evenly(of.target.model.config.num_layers, LAYERS)
+    target = of.target.model
+    layers = distill.evenly(target.config.num_layers, LAYERS)
+    reads = quarters(target.config.num_layers)
     model, ids_U = distill.begin(
         of,
         recipe.draft_vocab,
-        lambda ids_U: feature_model(prune(of.target.model, layers, ids_U), nnx.Rngs(0), READS),
+        lambda ids_U: feature_model(prune(target, layers, ids_U), nnx.Rngs(0), reads),
     )
+    target.taps = model.reads
 
     def read_twice(stages: Stages, params: Any, batch: Batch) -> Batch:
         return with_own_features(stages, params, with_teacher(params, batch))
 
-    return distill.job(of, model, ids_U, recipe, read_twice)
+    return distill.job(of, model, ids_U, recipe, read_twice, ABOUT)
+
+
+def quarters(num_layers: int) -> tuple[int, ...]:
+    """Returns the blocks that end the first three quarters of a model."""
+    quarter = num_layers // 4
+    ends = (quarter, num_layers // 2, num_layers - quarter)
+    return tuple(sorted({max(end - 1, 0) for end in ends}))

@@ -13,6 +13,10 @@ from models.prune import prune
 from models.stages import with_teacher
 
 LAYERS = 3
+ABOUT = {
+    "about": "Three layers of SmolLM2-135M-Instruct (Q4_1, float32), its head reduced",
+    "command": "python -m experiments.train --config smollm2_pruned",
+}
 RECIPE = distill.Recipe(
     draft_vocab=8192,
     length=256,
@@ -33,5 +37,5 @@ def build(asked: Arguments) -> Job:
         of, recipe.draft_vocab, lambda ids_U: prune(of.target.model, layers, ids_U)
     )
     return distill.job(
-        of, model, ids_U, recipe, lambda _, params, batch: with_teacher(params, batch)
+        of, model, ids_U, recipe, lambda _, params, batch: with_teacher(params, batch), ABOUT
     )
