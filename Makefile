@@ -26,7 +26,7 @@ lint: .venv/ready
 
 lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
 	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_lossless_smollm2.py
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_lossless.py tests/test_half_precision.py tests/test_experiments.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_lossless.py tests/test_half_precision.py tests/test_experiments.py tests/test_training_scripts.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
 	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_seeds.py

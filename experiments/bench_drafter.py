@@ -38,7 +38,13 @@ def define_flags() -> None:
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each `eval` prompt.", lower_bound=1)
     flags.DEFINE_integer("tuned_tokens", 48, "Budget of each `dev` prompt.", lower_bound=1)
-    flags.DEFINE_integer("batch", 18, "Prompts decoded together.", lower_bound=1)
+    flags.DEFINE_integer("batch", 4, "Prompts decoded together, alike in length.", lower_bound=1)
+    flags.DEFINE_multi_enum(
+        "children",
+        [Children.TOP_K.value, Children.WITHOUT_REPLACEMENT.value],
+        [Children.TOP_K.value, Children.WITHOUT_REPLACEMENT.value],
+        "How the drafter chooses children, at temperatures above 0. Repeat for several.",
+    )
     flags.DEFINE_string("out", str(RESULTS), "Folder for the rows.")
     flags.DEFINE_bool("smoke", False, "Two prompts, 8 tokens, few shapes.")
 
@@ -93,23 +99,19 @@ class System:
 
 
 def expansions(size: int) -> list[tuple[int, ...]]:
-    """Returns the expansions of narrowing widths that fill `size` nodes."""
+    """Returns the expansions of narrowing widths, two levels or more, that fill `size` nodes."""
     found: list[tuple[int, ...]] = []
-    for depth in range(1, 5):
-        for widths in itertools.combinations_with_replacement(range(8, 0, -1), depth):
+    for depth in range(2, 5):
+        for widths in itertools.combinations_with_replacement(range(6, 0, -1), depth):
             if expansion(widths).size == size:
                 found.append(widths)
     return found
 
 
-def systems(nodes: int, temperature: float, smoke: bool) -> list[System]:
-    """Returns everything to try at `nodes` nodes."""
-    draws = [Children.TOP_K]
-    if temperature:
-        draws.append(Children.WITHOUT_REPLACEMENT)
+def systems(nodes: int, draws: Sequence[Children], smoke: bool) -> list[System]:
+    """Returns everything to try at `nodes` nodes, with children chosen in each of these ways."""
     top = Children.TOP_K
-    out = [System("n-gram", nodes, matches, (), top) for matches in (4, 8)]
-    out.append(System("chain", nodes, 1, (), top))
+    out = [System("n-gram", nodes, 4, (), top), System("chain", nodes, 1, (), top)]
     for how in draws:
         # A longer chain never accepts less, so the longest is the best one.
         out.append(System("chain", 1, 1, (1,) * (nodes - 1), how))
@@ -128,13 +130,16 @@ def systems(nodes: int, temperature: float, smoke: bool) -> list[System]:
 def decode(
     target: setup.Loaded, drafter: Drafter, ids: Sequence[list[int]], request: Request, batch: int
 ) -> list[Completion]:
-    """Decodes all prompts in batches; row i has seed i."""
-    out: list[Completion] = []
+    """Decodes all prompts in batches of like lengths, by one program; prompt i has seed i."""
+    longest_first = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    reserve = max(map(len, ids)) + request.max_new_tokens
+    out: dict[int, Completion] = {}
     for start in range(0, len(ids), batch):
-        some = [*ids[start : start + batch]]
-        asked = dataclasses.replace(request, seed=tuple(range(start, start + len(some))))
-        out += generate(target.model, drafter, some, asked)
-    return out
+        at = longest_first[start : start + batch]
+        asked = dataclasses.replace(request, seed=tuple(at), reserve=reserve)
+        done = generate(target.model, drafter, [ids[i] for i in at], asked)
+        out |= zip(at, done, strict=True)
+    return [out[i] for i in range(len(ids))]
 
 
 def lines(
@@ -172,7 +177,7 @@ def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> l
     path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
     dev, test = (prompt_set.load(path, split) for split in ("dev", "eval"))
     if args.smoke:
-        dev, test = dev[:2], test[:2]
+        dev = test = dev[:2]
     tokenizer = target.tokenizer
     rows: list[dict] = []
     request = Request(
@@ -183,7 +188,8 @@ def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> l
     )
     ids = setup.encode(tokenizer, dev)
     best: dict[str, tuple[float, System]] = {}
-    with tqdm(systems(args.nodes, temperature, args.smoke), desc=f"T={temperature} dev") as bar:
+    draws = [Children(how) for how in args.children] if temperature else [Children.TOP_K]
+    with tqdm(systems(args.nodes, draws, args.smoke), desc=f"T={temperature} dev") as bar:
         for system in bar:
             drafter = system.build(target, args.drafter)
             done = decode(target, drafter, ids, request, args.batch)

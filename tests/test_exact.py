@@ -134,11 +134,11 @@ SAMPLED = [
     ("naive", Children.IID, (2, 1)),
     ("mss", Children.IID, (2, 1)),
     ("without_replacement", Children.WITHOUT_REPLACEMENT, (2, 1)),
-    ("greedy_plus_one", Children.GREEDY_PLUS_ONE, (2, 1)),
+    pytest.param("greedy_plus_one", Children.GREEDY_PLUS_ONE, (2, 1), marks=pytest.mark.slow),
     ("top_down", Children.TOP_K, (2, 1)),
     ("block", Children.IID, (1, 1)),
     ("traversal", Children.WITHOUT_REPLACEMENT, (2, 1)),
-    ("traversal", Children.TOP_K, (2, 1)),
+    pytest.param("traversal", Children.TOP_K, (2, 1), marks=pytest.mark.slow),
 ]
 
 

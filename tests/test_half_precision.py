@@ -103,6 +103,7 @@ def test_bfloat16_tree_differs_from_plain_only_at_narrow_choices(half):
     assert np.mean(agreed) > n / 2
 
 
+@pytest.mark.slow
 def test_bfloat16_in_one_block_and_in_single_steps(half):
     """The same prefix as 1 x n and n x 1, no drafter: the best token flips at narrow choices only.
 

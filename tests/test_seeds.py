@@ -80,6 +80,7 @@ def test_streamed_or_not(target, drafters):
         assert [c.token_ids for c in last] == [c.token_ids for c in whole]
 
 
+@pytest.mark.slow
 def test_point_mass_tokens_do_not_depend_on_the_tree(target, drafters):
     """`naive` draws y ~ p with the key of y's position: any drafter, the same text."""
     want = generate(target, PLAIN, [PROMPT, OTHER], request(7, rule="naive"))

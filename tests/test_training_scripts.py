@@ -54,7 +54,9 @@ def test_answers_of_another_job_are_not_continued(tmp_path):
         make_answers.check_same_job(SimpleNamespace(**asked | {"temperature": 1.0}), [], 8, job)
 
 
-@pytest.mark.parametrize("config", ["smollm2_pruned", "smollm2_feature"])
+@pytest.mark.parametrize(
+    "config", [pytest.param("smollm2_pruned", marks=pytest.mark.slow), "smollm2_feature"]
+)
 def test_a_drafter_is_trained_and_drafts(target, answers, tmp_path, config):
     """One of the two goes the whole way: trained on, then drafting in the main job."""
     data = f"--data=text:{processes.ROOT / 'spec'}", f"--data=answers:{answers}"

@@ -2,13 +2,15 @@
 
     python -m experiments.train --config smollm2_feature --data answers:PATH
 
-Hardware: 2 CPU cores. First the target's hidden state at every token of the data is computed once
-(1.2 kB each beside the run's folder, resumable): they are the features, and give the teacher's
-distribution. The layer starts as the target's last one. Every batch is read twice, with the
-target's features and with the drafter's own. Loss: forward KL. On 3,280 answers (641 thousand
-tokens) and one busy core: 46 minutes for the states, 3.5 s a step; at 400 and 800 steps KL 2.8 and
-2.2, rank-1 success 0.14 and 0.19, rank-4 0.31 and 0.35 (`experiments/drafters`). Go on with
---init smollm2_feature's file and more data.
+Hardware: 2 CPU cores. First the target's states at every token of the data are computed once (the
+ends of three quarters of its blocks and the final norm's output, 4.6 kB a token beside the run's
+folder, resumable): the features are made of them, and the last gives the teacher's distribution.
+The layer starts as the target's last one. Every batch is read twice, with the target's features
+and with the drafter's own. Loss: forward KL. On 3,280 answers (641 thousand tokens): 23 minutes for
+the states on two cores, then 1,600 steps (2.6 epochs) in 67 minutes on one. On 6 `dev` prompts at
+steps 400, 800, 1,200, 1,600: rank-1 success 0.21, 0.24, 0.24, 0.26, rank-4 0.35, 0.37, 0.37, 0.38,
+while the loss falls from 2.7 to 1.4 nats: it has begun to learn its data by heart, so more data
+comes before more steps. Without the inner states, 800 steps reached 0.20 and 0.35.
 """
 
 from typing import Any
