@@ -40,7 +40,7 @@ test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipelin
 	$(PYTEST) -q -m slow tests/test_processes.py
 
 test-planner: .venv/ready  ## More meshes for the cost model, more jobs for the planner (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_cost.py tests/test_schedule.py tests/test_step_graph.py tests/test_exact_schedule.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_cost.py tests/test_schedule.py tests/test_simulate.py tests/test_step_graph.py tests/test_exact_schedule.py
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
 	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_*.py

@@ -2,7 +2,7 @@
 
     python -m experiments.bench_drafter [--drafter smollm2_feature] [--nodes 16]
 
-At temperatures 0 and 1, every system with at most --nodes nodes a step: n-grams alone, merged trees
+At temperatures 0 and 1, systems with at most --nodes nodes a step: n-grams alone, merged trees
 of n-grams and the drafter, and chains. The shapes are chosen on the `dev` prompts by tokens a
 step, then measured on all `eval` prompts. Rows go to experiments/results/drafter_t*.csv. Steps are
 counted, nothing is timed: speed is what experiments.generate measures.
@@ -33,7 +33,7 @@ def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
     flags.DEFINE_string("drafter", "smollm2_feature", "Shipped drafter, or a file of weights.")
-    flags.DEFINE_integer("nodes", 16, "N: most nodes of a tree, root included.", lower_bound=4)
+    flags.DEFINE_integer("nodes", 16, "N: most nodes of a tree, root included.", lower_bound=8)
     flags.DEFINE_multi_float("temperature", [0.0, 1.0], "Repeat for several.")
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each `eval` prompt.", lower_bound=1)
@@ -130,7 +130,7 @@ def systems(nodes: int, draws: Sequence[Children], smoke: bool) -> list[System]:
 def decode(
     target: setup.Loaded, drafter: Drafter, ids: Sequence[list[int]], request: Request, batch: int
 ) -> list[Completion]:
-    """Decodes all prompts in batches of like lengths, by one program; prompt i has seed i."""
+    """Decodes all prompts in batches of like lengths, which share programs; prompt i has seed i."""
     longest_first = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     reserve = max(map(len, ids)) + request.max_new_tokens
     out: dict[int, Completion] = {}

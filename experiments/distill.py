@@ -99,7 +99,7 @@ class Material:
         model = self.target.model
         rows = Rows(self.corpus, length, row_of_token(ids_U, model.config.vocab_size))
         taps = "".join(f"-{block}" for block in model.taps)
-        name = f"hidden-{self.corpus.fingerprint()}-{length}{taps}.npy"
+        name = f"states-{self.corpus.fingerprint()}-{length}{taps}.npy"
         return HiddenRows(rows, hidden_states(rows, model, self.asked.out.parent / name))
 
 
@@ -111,12 +111,23 @@ def material(asked: Arguments) -> Material:
     return Material(asked, target, corpus, data)
 
 
-def begin(of: Material, draft_vocab: int, new: Callable[[np.ndarray], Any]) -> tuple[Any, Any]:
-    """Returns a drafter and the int32 ids of its head: an exported one, or `new(ids_U)`."""
+def begin(
+    of: Material, draft_vocab: int, kind: type, new: Callable[[np.ndarray], Any]
+) -> tuple[Any, Any]:
+    """Returns a drafter and the int32 ids of its head: an exported one, or `new(ids_U)`.
+
+    Raises:
+        ValueError: if the exported one cannot be read or is of another class than `kind`.
+    """
     if of.asked.init is None:
         ids_U = of.ids(draft_vocab)
         return new(ids_U), ids_U
     found = shipped.load(of.asked.init, of.target.model.embed_VD[...], jnp.float32)
+    if type(found.model) is not kind:
+        raise ValueError(
+            f"--init {of.asked.init} is a {type(found.model).__name__}, this configuration trains "
+            f"a {kind.__name__}: name a file that it exported itself."
+        )
     return found.model, found.ids_U
 
 
@@ -142,7 +153,7 @@ def job(
     ids_U: np.ndarray,
     recipe: Recipe,
     prepare: Callable[[Stages, Any, Any], Any],
-    about: Mapping[str, str],
+    about: str,
 ) -> Job:
     """Returns the run: forward KL with AdamW, evaluated by decoding `dev` prompts.
 
@@ -152,7 +163,7 @@ def job(
         ids_U: token ids of its head.
         recipe: see `Recipe`.
         prepare: `(stages, params, batch) -> batch`: what the model reads beside tokens.
-        about: what the card of the exported file says first: about, command.
+        about: what it is, for the card of the exported file: "CONFIG: words".
     """
     stages = llama_stages(model.config, "forward_kl", frozen=FROZEN)
     rate = optax.warmup_cosine_decay_schedule(
@@ -179,10 +190,7 @@ def job(
 
     def export(state: TrainState, folder: pathlib.Path) -> pathlib.Path:
         path = folder / "drafter.safetensors"
-        # Of a path the last part: what is shipped says nothing about this machine.
-        named = (source.partition(":") for source in of.data)
-        data = ", ".join(f"{kind}:{pathlib.Path(where).name}" for kind, _, where in named)
-        told = {**about, **_named(recipe), "steps": str(int(state.step)), "data": data}
+        told = {**_told(of, about), **_named(recipe), "steps": str(int(state.step))}
         card = told | _reached(folder)
         shipped.save(join(state.params), ids_U, path, card)
         return path
@@ -202,6 +210,21 @@ def job(
 
 def _frozen_leaves(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: is_frozen(path, FROZEN), params)
+
+
+def _told(of: Material, about: str) -> dict[str, str]:
+    """Returns what was asked for; of a path the last part, so that no machine is described."""
+    name, _, words = about.partition(": ")
+    target = pathlib.Path(of.asked.target).name
+    named = (source.partition(":") for source in of.data)
+    data = [f"{kind}:{pathlib.Path(where).name}" for kind, _, where in named]
+    flags = [f"--target {target}", *(f"--data {source}" for source in data)]
+    if of.asked.init is not None:
+        flags.append(f"--init {pathlib.Path(of.asked.init).name}")
+    if of.asked.steps is not None:
+        flags.append(f"--steps {of.asked.steps}")
+    command = " ".join([f"python -m experiments.train --config {name}", *flags])
+    return {"about": f"{words}, for {target}", "command": command, "data": ", ".join(data)}
 
 
 def _reached(folder: pathlib.Path) -> dict[str, str]:

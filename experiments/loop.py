@@ -36,7 +36,7 @@ class LoopConfig:
     Attributes:
         steps: optimiser steps in all, those before a resumption included.
         save_every: steps between checkpoints; the last step is always saved.
-        evaluate_every: steps between evaluations; 0 for never.
+        evaluate_every: steps between evaluations, the last step also has one; 0 for never.
         keep: checkpoints kept, the newest.
     """
 
@@ -107,7 +107,8 @@ def fit(
                 pending.append((number + 1, metrics))
                 done = number + 1
                 saves = done % config.save_every == 0 or done == config.steps
-                looks = bool(config.evaluate_every) and done % config.evaluate_every == 0
+                due = done % max(config.evaluate_every, 1) == 0 or done == config.steps
+                looks = bool(config.evaluate_every) and due
                 if len(pending) == READ_EVERY or saves or looks:
                     seconds = _report(pending, curves, bar, clock)
                     clock, pending = clock + seconds, []

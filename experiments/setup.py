@@ -72,7 +72,8 @@ def make_drafter(
 ) -> Drafter:
     """Returns the drafter that the flags describe; several names make one merged tree.
 
-    A feature drafter that reads blocks of the target sets its taps, see `Transformer`.
+    A feature drafter that reads blocks of the target sets its taps, see `Transformer`; so make
+    the drafters of one target one after the other.
 
     Args:
         names: "ngram", "none", "self" (the target drafts for itself), a shipped drafter (its name
@@ -112,6 +113,13 @@ def make_drafter(
                 made.append(FeatureDrafter(model, shape, vocab, ids_U, how))
             else:
                 made.append(ModelDrafter(model, shape, vocab, how, ids_U))
+    L = target.model.config.num_layers
+    for blocks in reads:
+        if list(blocks) != sorted({*blocks} & {*range(L)}):
+            raise ValueError(
+                f"Drafters {[*names]} read blocks {blocks} of the target, which has 0..{L - 1}: "
+                "use a drafter that was trained for it."
+            )
     if len(reads) > 1:
         raise ValueError(
             f"Drafters {[*names]} read different blocks of the target, {sorted(reads)}: use one "

@@ -26,8 +26,8 @@ class FeatureModel(nnx.Module):
         decoder: blocks, norm and head; its table is the target's own.
         token_DD: mixes the token's embedding in; first D are input features.
         feature_DD: mixes the feature in.
-        mix_LDD: makes the feature of L hidden states; None for the last one as it is.
-        reads: blocks of the target that L - 1 of the states are from: its `taps`.
+        mix_IDD: makes the feature of I hidden states; None for the last one as it is.
+        reads: blocks of the target that I - 1 of the states are from: its `taps`.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class FeatureModel(nnx.Module):
         decoder: Transformer,
         token_DD: jax.Array,
         feature_DD: jax.Array,
-        mix_LDD: jax.Array | None = None,
+        mix_IDD: jax.Array | None = None,
         reads: tuple[int, ...] = (),
     ):
         self.decoder = decoder
         self.token_DD = nnx.Param(token_DD)
         self.feature_DD = nnx.Param(feature_DD)
-        self.mix_LDD = nnx.data(None if mix_LDD is None else nnx.Param(mix_LDD))
+        self.mix_IDD = nnx.data(None if mix_IDD is None else nnx.Param(mix_IDD))
         self.reads = reads
 
     @property
@@ -59,21 +59,21 @@ class FeatureModel(nnx.Module):
         """Of the decoder."""
         return self.decoder.taps
 
-    def feature(self, hidden_BNLD: jax.Array) -> jax.Array:
+    def feature(self, hidden_BNID: jax.Array) -> jax.Array:
         """Makes [B, N, D] of the target's states, see `transformer.Output`.
 
         Raises:
             ValueError: if they are not those that this model reads.
         """
-        if hidden_BNLD.shape[-2] != len(self.reads) + 1:
+        if hidden_BNID.shape[-2] != len(self.reads) + 1:
             raise ValueError(
                 f"This drafter reads the target's blocks {self.reads} and its final norm, there "
-                f"are {hidden_BNLD.shape[-2]} states a token: set the target's taps to "
+                f"are {hidden_BNID.shape[-2]} states a token: set the target's taps to "
                 f"{self.reads}."
             )
-        if self.mix_LDD is None:
-            return hidden_BNLD[..., -1, :]
-        return contract(hidden_BNLD.astype(self.dtype), self.mix_LDD[...], 2)
+        if self.mix_IDD is None:
+            return hidden_BNID[..., -1, :]
+        return contract(hidden_BNID.astype(self.dtype), self.mix_IDD[...], 2)
 
     def fuse(self, x_BND: jax.Array, feature_BND: jax.Array, comm: Comm) -> jax.Array:
         """Mixes embedded tokens with features, [B, N, D] each, to [B, N, D]."""
@@ -120,13 +120,13 @@ def feature_model(
         reads: see `FeatureModel`.
     """
     D, dtype = decoder.config.d_model, decoder.dtype
-    mix_LDD = None
+    mix_IDD = None
     if reads:
-        others_LDD = jnp.zeros((len(reads), D, D), dtype)
-        mix_LDD = jnp.concatenate((others_LDD, jnp.eye(D, dtype=dtype)[None]))
+        others_IDD = jnp.zeros((len(reads), D, D), dtype)
+        mix_IDD = jnp.concatenate((others_IDD, jnp.eye(D, dtype=dtype)[None]))
     half = jnp.asarray(0.5, dtype) * jnp.eye(D, dtype=dtype)
     noise = [
         jnp.asarray(0.02 / D**0.5, dtype) * jax.random.normal(rngs.params(), (D, D), dtype)
         for _ in range(2)
     ]
-    return FeatureModel(decoder, half + noise[0], half + noise[1], mix_LDD, reads)
+    return FeatureModel(decoder, half + noise[0], half + noise[1], mix_IDD, reads)

@@ -35,7 +35,7 @@ class Batch:
         weight_BT: float32; 0 where there is nothing to learn: padding, the last token of a
             document, a label that the head does not have, the prompt of an answer.
         teacher: for distillation of probabilities, else None.
-        hidden_BTLD: the target's hidden states at each token, see `transformer.Output`, which the
+        hidden_BTID: the target's hidden states at each token, see `transformer.Output`, which the
             teacher (`models.stages.with_teacher`) and the features are made of; None without.
     """
 
@@ -45,7 +45,7 @@ class Batch:
     label_BT: jax.Array
     weight_BT: jax.Array
     teacher: Teacher | None = None
-    hidden_BTLD: jax.Array | None = None
+    hidden_BTID: jax.Array | None = None
 
     def mask(self) -> jax.Array:
         """Returns bool [B, T, T]: which tokens of its own document each token sees.
@@ -64,7 +64,7 @@ class Batch:
 class FeatureBatch(Batch):
     """Every row twice: with the target's features, and with the drafter's own; 2T tokens.
 
-    `hidden_BTLD` has T: the second half of a row repeats the first. See `models.feature`.
+    `hidden_BTID` has T: the second half of a row repeats the first. See `models.feature`.
 
     Attributes:
         own_feature_BTD: the drafter's final-norm output before each token of the second half.

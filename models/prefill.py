@@ -42,7 +42,7 @@ def prefill(
         feature_BTD: what stands before each token, for a `FeatureModel`; else None.
 
     Returns:
-        The cache, and the hidden states of the cached tokens [B, T, L, D] (see
+        The cache, and the hidden states of the cached tokens [B, T, I, D] (see
         `transformer.Output`), zeros elsewhere.
 
     Raises:
@@ -58,7 +58,7 @@ def prefill(
     index_C = jnp.arange(chunk, dtype=jnp.int32)[None, :]
 
     def body(i: jax.Array, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
-        cache, hidden_BTLD = carry
+        cache, hidden_BTID = carry
         start = i * chunk
         here = [
             jax.lax.dynamic_slice_in_dim(array, start, chunk, axis=1)
@@ -68,11 +68,11 @@ def prefill(
         out = read(*here, jnp.broadcast_to(start + index_C, (B, chunk)), mask, cache)
         count_B = jnp.clip(wanted_B - start, 0, chunk)
         real_BC11 = (index_C < count_B[:, None])[:, :, None, None]
-        hidden_BCLD = jnp.where(real_BC11, out.hidden_BNLD, jnp.zeros_like(out.hidden_BNLD))
-        hidden_BTLD = jax.lax.dynamic_update_slice_in_dim(hidden_BTLD, hidden_BCLD, start, axis=1)
-        return commit(cache, out.tree_kv, count_B), hidden_BTLD
+        hidden_BCID = jnp.where(real_BC11, out.hidden_BNID, jnp.zeros_like(out.hidden_BNID))
+        hidden_BTID = jax.lax.dynamic_update_slice_in_dim(hidden_BTID, hidden_BCID, start, axis=1)
+        return commit(cache, out.tree_kv, count_B), hidden_BTID
 
     cache = KVCache.empty(model.config, B, capacity, model.dtype)
-    hidden_BTLD = jnp.zeros((B, T, len(model.taps) + 1, model.config.d_model), model.dtype)
+    hidden_BTID = jnp.zeros((B, T, len(model.taps) + 1, model.config.d_model), model.dtype)
     chunks = (jnp.max(wanted_B) + chunk - 1) // chunk
-    return jax.lax.fori_loop(0, chunks, body, (cache, hidden_BTLD))
+    return jax.lax.fori_loop(0, chunks, body, (cache, hidden_BTID))

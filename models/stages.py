@@ -60,10 +60,10 @@ def llama_stages(
         x_BTD = held(outer).embed(batch.token_BT, comm)
         if isinstance(outer, Transformer):
             return x_BTD
-        if batch.hidden_BTLD is None:
-            raise ValueError("A feature model reads the target's states: hidden_BTLD is missing.")
-        T = batch.hidden_BTLD.shape[1]
-        feature_BTD = outer.feature(batch.hidden_BTLD.astype(outer.dtype))
+        if batch.hidden_BTID is None:
+            raise ValueError("A feature model reads the target's states: hidden_BTID is missing.")
+        T = batch.hidden_BTID.shape[1]
+        feature_BTD = outer.feature(batch.hidden_BTID.astype(outer.dtype))
         before_BTD = _before(feature_BTD, batch.position_BT[:, :T])
         if isinstance(batch, FeatureBatch):
             own_BTD = batch.own_feature_BTD.astype(outer.dtype)
@@ -138,12 +138,12 @@ def with_teacher(params: Params, batch: Batch) -> Batch:
     target's own final-norm output.
 
     Raises:
-        ValueError: if the batch has no `hidden_BTLD`.
+        ValueError: if the batch has no `hidden_BTID`.
     """
-    if batch.hidden_BTLD is None:
-        raise ValueError("A teacher is made of the target's states: the batch has no hidden_BTLD.")
+    if batch.hidden_BTID is None:
+        raise ValueError("A teacher is made of the target's states: the batch has no hidden_BTID.")
     decoder = decoder_of(params.outer)
-    logits_BTU = decoder.head(batch.hidden_BTLD[..., -1, :].astype(decoder.dtype), LOCAL)
+    logits_BTU = decoder.head(batch.hidden_BTID[..., -1, :].astype(decoder.dtype), LOCAL)
     return dataclasses.replace(batch, teacher=Teacher(None, logits_BTU))
 
 
@@ -168,7 +168,7 @@ def with_own_features(stages: Stages, params: Params, batch: Batch) -> FeatureBa
         segment_BT=twice(batch.segment_BT),
         label_BT=twice(batch.label_BT),
         weight_BT=jnp.concatenate((batch.weight_BT, weight_BT), axis=1),
-        hidden_BTLD=batch.hidden_BTLD,
+        hidden_BTID=batch.hidden_BTID,
         own_feature_BTD=own_BTD,
         own_BT=jnp.concatenate((own_BT, ~own_BT), axis=1),
     )

@@ -21,19 +21,19 @@ class Output(NamedTuple):
 
     Attributes:
         logits_BNV: float32.
-        hidden_BNLD: what feature drafters read: the L - 1 taps of the model, see `Transformer`, and
+        hidden_BNID: what feature drafters read: the I - 1 taps of the model, see `Transformer`, and
             last the output of the final norm.
         tree_kv: K/V of the N tokens, one entry a layer.
     """
 
     logits_BNV: jax.Array
-    hidden_BNLD: jax.Array
+    hidden_BNID: jax.Array
     tree_kv: tuple[LayerKV, ...]
 
     @property
     def final_BND(self) -> jax.Array:
         """The output of the final norm."""
-        return self.hidden_BNLD[..., -1, :]
+        return self.hidden_BNID[..., -1, :]
 
 
 class Block(nnx.Module):
@@ -152,8 +152,8 @@ class Transformer(nnx.Module):
             if i in self.taps:
                 tapped.append(normalised(x_BND, self.config.norm_eps))
         final_BND = self.final_norm(x_BND)
-        hidden_BNLD = jnp.stack((*tapped, final_BND), axis=-2)
-        return Output(self.head(final_BND, comm), hidden_BNLD, tuple(tree_kv))
+        hidden_BNID = jnp.stack((*tapped, final_BND), axis=-2)
+        return Output(self.head(final_BND, comm), hidden_BNID, tuple(tree_kv))
 
 
 def causal_mask(batch: int, length: int) -> jax.Array:

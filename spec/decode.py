@@ -92,14 +92,14 @@ class _Verified(NamedTuple):
 
     accepted: Accepted
     path_kv: tuple[LayerKV, ...]
-    hidden_BPLD: jax.Array
+    hidden_BPID: jax.Array
     logprob_BP: jax.Array
 
 
 def start(
     drafter: Drafter,
     cache: KVCache,
-    hidden_BTLD: jax.Array,
+    hidden_BTID: jax.Array,
     token_BT: jax.Array,
     length_B: jax.Array,
     budget_B: jax.Array,
@@ -113,7 +113,7 @@ def start(
     Args:
         drafter: see `Drafter`.
         cache: of the target, from `prefill`; its capacity at least prompt + budget - 1 tokens.
-        hidden_BTLD: from `prefill`.
+        hidden_BTID: from `prefill`.
         token_BT: int32 right-padded prompts.
         length_B: int32 prompt lengths; 0 for a padding row, whose budget must be 0.
         budget_B: int32 most new tokens a row, 0 for none.
@@ -133,7 +133,7 @@ def start(
         budget_B=budget_B,
         # Not weakly typed: a host that replaces it (stop strings) must not cause a compilation.
         finish_B=jnp.where(budget_B > 0, RUNNING, LENGTH).astype(jnp.int32),
-        drafter=drafter.init(token_BT, length_B, hidden_BTLD, slots, drafter.depth + 1),
+        drafter=drafter.init(token_BT, length_B, hidden_BTID, slots, drafter.depth + 1),
         key_B=key_B,
         record_BER=jnp.full((B, out_size, record_size(drafter.depth)), -1, jnp.int32),
         logprob_BE=jnp.zeros((B, out_size if logprobs else 0), jnp.float32),
@@ -186,7 +186,7 @@ def spec_step(
     # N past the path, whatever the bucket and the cut.
     on_path_BP = jnp.arange(token_BP.shape[1], dtype=jnp.int32)[None, :] < count_B[:, None]
     node_BP = jnp.where(on_path_BP, accepted.node_BP, tree.size)
-    step = Step(node_BP, token_BP, count_B, verified.hidden_BPLD, bonus_B)
+    step = Step(node_BP, token_BP, count_B, verified.hidden_BPID, bonus_B)
     new = DecodeState(
         cache=commit(state.cache, verified.path_kv, count_B),
         root_B=jnp.where(count_B > 0, bonus_B, state.root_B),
@@ -232,11 +232,11 @@ def _verify(
             accepted = _accept(part, draws, mask_BNN, logits_BNV, keys, settings, P)
             # Path slots past the end of a smaller bucket mean the same as past its path: nothing.
             index_BP = jnp.minimum(accepted.node_BP, size - 1)
-            hidden_BPLD = jnp.take_along_axis(out.hidden_BNLD, index_BP[:, :, None, None], axis=1)
+            hidden_BPID = jnp.take_along_axis(out.hidden_BNID, index_BP[:, :, None, None], axis=1)
             logprob_BP = jnp.zeros((index_BP.shape[0], 0))
             if logprobs:
                 logprob_BP = _logprobs(part, accepted, index_BP, logits_BNV)
-            return _Verified(accepted, take_path(out.tree_kv, index_BP), hidden_BPLD, logprob_BP)
+            return _Verified(accepted, take_path(out.tree_kv, index_BP), hidden_BPID, logprob_BP)
 
         return run
 

@@ -233,11 +233,11 @@ def begin(
     check_fit(verifier, drafter.children)
     pad = [0] * (B - len(prompts))
     length_B = np.asarray(lengths + pad, np.int32)
-    cache, hidden_BTLD = _prefill(target, token_BT, length_B, capacity=capacity)
+    cache, hidden_BTID = _prefill(target, token_BT, length_B, capacity=capacity)
     state = _start(
         drafter,
         cache,
-        hidden_BTLD,
+        hidden_BTID,
         token_BT,
         length_B,
         np.asarray(budgets + pad, np.int32),

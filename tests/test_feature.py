@@ -39,7 +39,7 @@ def untrained(target, ids=IDS):
     model = feature_model(prune(target, [0], ids), nnx.Rngs(0), target.taps)
     if target.taps:
         D = target.config.d_model
-        model.mix_LDD[...] = jnp.tile(jnp.eye(D)[None], (len(target.taps) + 1, 1, 1))
+        model.mix_IDD[...] = jnp.tile(jnp.eye(D)[None], (len(target.taps) + 1, 1, 1))
     return model
 
 
@@ -68,9 +68,9 @@ def test_features_and_teacher_come_from_the_targets_states(target):
     position = jnp.asarray([[0, 1, 2, 0, 1]], jnp.int32)
     zero = jnp.zeros_like(token)
     plain = Batch(token, position, zero, zero, jnp.ones(token.shape))
-    batch = dataclasses.replace(plain, hidden_BTLD=hidden_of(target, token))
+    batch = dataclasses.replace(plain, hidden_BTID=hidden_of(target, token))
     stages, params = llama_stages(model.config, frozen=("embed_VD",)), split(model)
-    final = batch.hidden_BTLD.sum(2)  # see `untrained`; alone, it is the last
+    final = batch.hidden_BTID.sum(2)  # see `untrained`; alone, it is the last
     before = jnp.stack([jnp.zeros_like(final[:, 0]), final[:, 0], final[:, 1]] * 2, axis=1)[:, :5]
     before = before.at[:, 4].set(final[:, 3])
     fused = model.fuse(model.decoder.embed(token), before, LOCAL)
@@ -81,7 +81,7 @@ def test_features_and_teacher_come_from_the_targets_states(target):
     np.testing.assert_allclose(
         taught.teacher.logit_BTk, logits.logits_BNV[..., IDS], rtol=1e-5, atol=1e-5
     )
-    with pytest.raises(ValueError, match="no hidden_BTLD"):
+    with pytest.raises(ValueError, match="no hidden_BTID"):
         with_teacher(params, plain)
 
 
@@ -89,7 +89,7 @@ def test_features_and_teacher_come_from_the_targets_states(target):
 def hidden_of(target, token_BT):
     n = token_BT.shape[1]
     position = jnp.arange(n, dtype=jnp.int32)[None]
-    return target(token_BT, position, causal_mask(1, n)).hidden_BNLD
+    return target(token_BT, position, causal_mask(1, n)).hidden_BNID
 
 
 def test_taps_are_the_states_between_blocks():
@@ -119,7 +119,7 @@ def batch_of(target, text, ids):
         segment_BT=jnp.zeros(token.shape, jnp.int32),
         label_BT=jnp.asarray([label], jnp.int32),
         weight_BT=jnp.asarray([[float(t in row) for t in text[1:]]]),
-        hidden_BTLD=hidden,
+        hidden_BTID=hidden,
     )
 
 
@@ -174,9 +174,9 @@ def test_it_learns_to_draft(target):
 def test_needs_the_targets_states(target):
     model = untrained(target)
     stages = llama_stages(model.config, frozen=("embed_VD",))
-    batch = dataclasses.replace(batch_of(target, [1, 2, 3], IDS), hidden_BTLD=None)
+    batch = dataclasses.replace(batch_of(target, [1, 2, 3], IDS), hidden_BTID=None)
     for use in (forward_loss, with_own_features):
-        with pytest.raises(ValueError, match="hidden_BTLD"):
+        with pytest.raises(ValueError, match="hidden_BTID"):
             use(stages, split(model), batch)
 
 

@@ -118,7 +118,7 @@ def one_pass(model, token_BT):
     B, T = token_BT.shape
     position_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     out = model(token_BT, position_BT, causal_mask(B, T))
-    return out.hidden_BNLD, out.tree_kv
+    return out.hidden_BNID, out.tree_kv
 
 
 CHUNK = longest_chunk()
@@ -132,13 +132,13 @@ def test_chunks_equal_one_pass(model, lengths):
     T, capacity = 2 * CHUNK, 2 * CHUNK + 8
     token_BT = np.random.default_rng(4).integers(0, 97, (4, T)).astype(np.int32)
     run = toys.quick(prefill, static_argnums=3)
-    cache, hidden_BTLD = run(model, token_BT, np.asarray(lengths, np.int32), capacity)
+    cache, hidden_BTID = run(model, token_BT, np.asarray(lengths, np.int32), capacity)
     whole_BTLD, tree_kv = toys.quick(one_pass)(model, token_BT)
     wanted = [max(length - 1, 0) for length in lengths]  # the last token is the first root
     assert cache.length_B.tolist() == wanted
     for row, count in enumerate(wanted):
-        np.testing.assert_allclose(hidden_BTLD[row, :count], whole_BTLD[row, :count], atol=1e-4)
-        assert not np.asarray(hidden_BTLD[row, count:]).any()
+        np.testing.assert_allclose(hidden_BTID[row, :count], whole_BTLD[row, :count], atol=1e-4)
+        assert not np.asarray(hidden_BTID[row, count:]).any()
         for layer, kv in enumerate(tree_kv):
             for slots, made in ((cache.k_BKSA, kv.k_BNKA), (cache.v_BKSA, kv.v_BNKA)):
                 got = np.asarray(slots[layer][row]).swapaxes(0, 1)

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
+from models.feature import feature_model
+from models.prune import prune
 from models.stages import is_frozen, llama_stages, split
 from parallel import pipeline
 from parallel.overlap import Overlap
@@ -330,3 +333,21 @@ def toy(embed):
             data["weight_B"].sum(),
         ),
     )
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "pipe": 2}], ids=str)
+def test_a_feature_model_on_a_mesh(model, sizes):
+    """Its mixture of the target's states belongs to no block and lies on no stage."""
+    drafter = feature_model(prune(model, [0, 1], np.arange(V)), nnx.Rngs(0), (0, 1))
+    noise = jax.random.normal(jax.random.key(1), drafter.mix_IDD.shape)
+    drafter.mix_IDD[...] += 0.1 * noise
+    plain = batch(0, vocab=V)
+    shape = (*plain.token_BT.shape, 3, model.config.d_model)
+    seen = dataclasses.replace(plain, hidden_BTID=jax.random.normal(jax.random.key(2), shape))
+    stages, optimizer = llama_stages(drafter.config), large_then_small()
+    found = []
+    for mesh in (None, mesh_of(sizes)):
+        step = make_train_step(stages, optimizer, mesh, **({"accumulate": 2} if mesh else {}))
+        state, metrics = step(init_state(split(drafter), optimizer, mesh), seen)
+        found.append((jax.tree.map(np.asarray, state.params), metrics))
+    assert_close(found[1], found[0], 1e-5)

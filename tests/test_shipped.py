@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,14 +101,17 @@ def test_file(tmp_path):
 def test_a_feature_model_with_the_blocks_that_it_reads(tmp_path):
     target, path = toys.tiny(), tmp_path / "drafter.safetensors"
     model = feature_model(prune(target, [1], CYCLE), nnx.Rngs(0), (0, 1))
-    model.mix_LDD[...] += jnp.arange(3.0)[:, None, None]  # no two of them alike
+    model.mix_IDD[...] += jax.random.normal(jax.random.key(0), model.mix_IDD.shape)
     shipped.save(model, CYCLE, path, {})
     loaded = shipped.load(path, target.embed_VD[...], jnp.float32).model
     assert loaded.reads == (0, 1)
-    for name in ("token_DD", "feature_DD", "mix_LDD"):
+    for name in ("token_DD", "feature_DD", "mix_IDD"):
         want = np.asarray(getattr(model, name)[...])
         close = np.abs(want).max() / 254 * 1.001
         np.testing.assert_allclose(getattr(loaded, name)[...], want, atol=close)
+    states = jax.random.normal(jax.random.key(1), (1, 2, 3, target.config.d_model))
+    wanted = model.feature(states)
+    np.testing.assert_allclose(loaded.feature(states), wanted, atol=0.05 * np.abs(wanted).max())
     # By its file's name it is drafted with at once: the target hands out what it reads.
     tokens = setup.Loaded(target, SimpleNamespace(vocab_size=toys.VOCAB2))
     made = setup.make_drafter([str(path)], ["2,1"], "top_k", "1,8", 1, tokens, jnp.float32)
@@ -119,6 +123,12 @@ def test_a_feature_model_with_the_blocks_that_it_reads(tmp_path):
     assert target.taps == ()
     other = tmp_path / "other.safetensors"
     shipped.save(feature_model(prune(target, [1], CYCLE), nnx.Rngs(0)), CYCLE, other, {})
+    model.reads = (0, 2)
+    shipped.save(model, CYCLE, path, {})
+    with pytest.raises(ValueError, match=r"read blocks \(0, 2\) of the target, which has 0\.\.1"):
+        setup.make_drafter([str(path)], ["2,1"], "top_k", "1,8", 1, tokens, jnp.float32)
+    model.reads = (0, 1)
+    shipped.save(model, CYCLE, path, {})
     names = [str(path), str(other)]
     with pytest.raises(ValueError, match=r"different blocks of the target, \[\(\), \(0, 1\)\]"):
         setup.make_drafter(names, ["2,1"], "top_k", "1,8", 1, tokens, jnp.float32)

@@ -20,17 +20,14 @@ from flax import nnx
 from experiments import distill
 from experiments.configs.smollm2_pruned import RECIPE
 from experiments.train import Arguments, Job
-from models.feature import feature_model
+from models.feature import FeatureModel, feature_model
 from models.losses import Batch
 from models.prune import prune
 from models.stages import with_own_features, with_teacher
 from parallel.stages import Stages
 
 LAYERS = 1
-ABOUT = {
-    "about": "One decoder layer over the hidden states of SmolLM2-135M-Instruct (Q4_1, float32)",
-    "command": "python -m experiments.train --config smollm2_feature",
-}
+ABOUT = "smollm2_feature: one decoder layer over the target's hidden states"
 
 
 def build(asked: Arguments) -> Job:
@@ -42,6 +39,7 @@ def build(asked: Arguments) -> Job:
     model, ids_U = distill.begin(
         of,
         recipe.draft_vocab,
+        FeatureModel,
         lambda ids_U: feature_model(prune(target, layers, ids_U), nnx.Rngs(0), reads),
     )
     target.taps = model.reads

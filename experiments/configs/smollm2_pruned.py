@@ -11,12 +11,10 @@ from experiments import distill
 from experiments.train import Arguments, Job
 from models.prune import prune
 from models.stages import with_teacher
+from models.transformer import Transformer
 
 LAYERS = 3
-ABOUT = {
-    "about": "Three layers of SmolLM2-135M-Instruct (Q4_1, float32), its head reduced",
-    "command": "python -m experiments.train --config smollm2_pruned",
-}
+ABOUT = "smollm2_pruned: three layers of the target and a part of its head"
 RECIPE = distill.Recipe(
     draft_vocab=8192,
     length=256,
@@ -34,7 +32,7 @@ def build(asked: Arguments) -> Job:
     recipe, of = RECIPE.changed(asked), distill.material(asked)
     layers = distill.evenly(of.target.model.config.num_layers, LAYERS)
     model, ids_U = distill.begin(
-        of, recipe.draft_vocab, lambda ids_U: prune(of.target.model, layers, ids_U)
+        of, recipe.draft_vocab, Transformer, lambda ids_U: prune(of.target.model, layers, ids_U)
     )
     return distill.job(
         of, model, ids_U, recipe, lambda _, params, batch: with_teacher(params, batch), ABOUT

@@ -25,26 +25,26 @@ class HiddenRows:
         length: T.
     """
 
-    def __init__(self, rows: Rows, hidden_nTLD: np.ndarray):
-        """Takes hidden states of every row, [rows, T, L, D], from `hidden_states`."""
-        self.rows, self.length, self._hidden_nTLD = rows, rows.length, hidden_nTLD
+    def __init__(self, rows: Rows, hidden_nTID: np.ndarray):
+        """Takes hidden states of every row, [rows, T, I, D], from `hidden_states`."""
+        self.rows, self.length, self._hidden_nTID = rows, rows.length, hidden_nTID
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
-        hidden_TLD = np.asarray(self._hidden_nTLD[int(index)], np.float32)
-        return {**self.rows[index], "hidden_BTLD": hidden_TLD}
+        hidden_TID = np.asarray(self._hidden_nTID[int(index)], np.float32)
+        return {**self.rows[index], "hidden_BTID": hidden_TID}
 
 
 def hidden_states(rows: Rows, target: Transformer, path: str | os.PathLike[str]) -> np.ndarray:
-    """Returns float16 [rows, T, L, D], the target's states, from disk or computed.
+    """Returns float16 [rows, T, I, D], the target's states, from disk or computed.
 
     Can be interrupted and called again. A row's documents do not see each other.
 
     Args:
         rows: of the corpus.
-        target: the model; its taps say which L - 1 states there are beside the final norm's.
+        target: the model; its taps say which I - 1 states there are beside the final norm's.
         path: of an .npy file; beside it, a note says how far it is.
 
     Raises:
@@ -78,5 +78,5 @@ def hidden_states(rows: Rows, target: Transformer, path: str | os.PathLike[str])
 
 @jax.jit
 def _hidden(target: Transformer, batch: Batch) -> jax.Array:
-    hidden = target(batch.token_BT, batch.position_BT, batch.mask()).hidden_BNLD
+    hidden = target(batch.token_BT, batch.position_BT, batch.mask()).hidden_BNID
     return hidden.astype(jnp.float16)

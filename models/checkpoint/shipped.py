@@ -21,7 +21,7 @@ from models.transformer import Transformer
 _TABLE, _HEAD, _IDS, _SCALE, _CONFIG = "embed_VD", "head_DU", "ids_U", ".scale", "config"
 # What a feature model has beside its decoder; a file that holds them holds one. The last, and the
 # blocks of the target that it reads, are only there if it reads any.
-_FUSION, _MIX, _READS = ("token_DD", "feature_DD"), "mix_LDD", "reads"
+_FUSION, _MIX, _READS = ("token_DD", "feature_DD"), "mix_IDD", "reads"
 
 
 class Shipped(NamedTuple):
@@ -135,13 +135,13 @@ def load(path: str | os.PathLike[str], table_VD: jax.Array, dtype: jax.typing.DT
             model: Transformer | FeatureModel = decoder
             if fused:
                 token_DD, feature_DD = (jnp.asarray(matrix(name).T, dtype) for name in _FUSION)
-                mix_LDD: jax.Array | None = None
+                mix_IDD: jax.Array | None = None
                 reads: tuple[int, ...] = ()
                 if states > 1:
                     D = config.d_model
-                    mix_LDD = jnp.asarray(matrix(_MIX).T.reshape(states, D, D), dtype)
+                    mix_IDD = jnp.asarray(matrix(_MIX).T.reshape(states, D, D), dtype)
                     reads = tuple(int(block) for block in file.get_tensor(_READS))
-                model = FeatureModel(decoder, token_DD, feature_DD, mix_LDD, reads)
+                model = FeatureModel(decoder, token_DD, feature_DD, mix_IDD, reads)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
     if table_VD.dtype == jnp.dtype(dtype):
@@ -179,7 +179,7 @@ def _expected(config: ModelConfig, own_head: bool) -> dict[str, tuple[int, ...]]
 
 
 def _fusion(config: ModelConfig, states: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of what a feature model has beside it; L = `states`."""
+    """Returns the shape of what a feature model has beside it; I = `states`."""
     D, out = config.d_model, dict[str, tuple[int, ...]]()
     for name in _FUSION:
         out |= {name: (D, D), name + _SCALE: (D, 1)}

@@ -59,7 +59,7 @@ class EarlyExitDrafter(StaticTree):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> tuple[()]:

@@ -49,13 +49,13 @@ class EnsembleDrafter:
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> EnsembleState:
         """Starts every member."""
         states = [
-            m.init(token_BT, length_B, hidden_BTLD, capacity, path_size) for m in self.members
+            m.init(token_BT, length_B, hidden_BTID, capacity, path_size) for m in self.members
         ]
         empty = jnp.zeros((token_BT.shape[0], self.buckets[-1]), jnp.int32)
         return EnsembleState(tuple(states), (empty,) * len(self.members))

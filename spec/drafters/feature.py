@@ -63,7 +63,7 @@ class FeatureDrafter(StaticTree):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> FeatureState:
@@ -72,7 +72,7 @@ class FeatureDrafter(StaticTree):
         Raises:
             ValueError: if the target does not hand out the states that the model reads.
         """
-        feature_BTD = self.model.feature(hidden_BTLD)
+        feature_BTD = self.model.feature(hidden_BTID)
         B, _, D = feature_BTD.shape
         capacity = min(capacity, self.model.config.max_positions)
         before_BTD = jnp.pad(feature_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -127,5 +127,5 @@ class FeatureDrafter(StaticTree):
         """Queues the accepted drafts and the bonus, each with the target's state before it."""
         unread_BP = emitted_tokens(step.token_BP, step.count_B, step.bonus_B)
         # Emitted token i follows path node i, whose hidden states are what stands before it.
-        feature_BPD = self.model.feature(step.hidden_BPLD).astype(state.feature_BPD.dtype)
+        feature_BPD = self.model.feature(step.hidden_BPID).astype(state.feature_BPD.dtype)
         return FeatureState(state.cache, unread_BP, feature_BPD, step.count_B)

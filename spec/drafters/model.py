@@ -72,7 +72,7 @@ class ModelDrafter(StaticTree):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> ModelState:

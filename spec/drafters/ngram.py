@@ -78,7 +78,7 @@ class NGramDrafter:
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> History:

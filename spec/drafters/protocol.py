@@ -56,14 +56,14 @@ class Step:
         token_BP: int32, their tokens.
         count_B: int32, nodes on the path, which is also how many tokens were emitted: the
             accepted drafts and the bonus. 0 marks an idle row, for which `observe` does nothing.
-        hidden_BPLD: the target's hidden states at these nodes, see `transformer.Output`.
+        hidden_BPID: the target's hidden states at these nodes, see `transformer.Output`.
         bonus_B: int32, the token after the path, the next root.
     """
 
     node_BP: jax.Array
     token_BP: jax.Array
     count_B: jax.Array
-    hidden_BPLD: jax.Array
+    hidden_BPID: jax.Array
     bonus_B: jax.Array
 
 
@@ -96,7 +96,7 @@ class Drafter(Protocol):
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> Any:
@@ -105,7 +105,7 @@ class Drafter(Protocol):
         Args:
             token_BT: int32 prompts, right-padded; the last real token is the first root.
             length_B: int32, tokens of each prompt, >= 1 (0 for a padding row).
-            hidden_BTLD: the target's hidden states at prompt[:-1], see `transformer.Output`;
+            hidden_BTID: the target's hidden states at prompt[:-1], see `transformer.Output`;
                 zeros elsewhere.
             capacity: most tokens (prompt and output) a row can reach.
             path_size: P of every step to come; depth + 1, or more beside deeper drafters.

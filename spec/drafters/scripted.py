@@ -56,7 +56,7 @@ class ScriptedDrafter:
         self,
         token_BT: jax.Array,
         length_B: jax.Array,
-        hidden_BTLD: jax.Array,
+        hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
     ) -> tuple[()]:
