@@ -11,6 +11,7 @@ counted, nothing is timed: speed is what experiments.generate measures.
 import dataclasses
 import itertools
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each `eval` prompt.", lower_bound=1)
     flags.DEFINE_integer("tuned_tokens", 48, "Budget of each `dev` prompt.", lower_bound=1)
     flags.DEFINE_integer("batch", 4, "Prompts decoded together, alike in length.", lower_bound=1)
+    flags.DEFINE_string("only", "", "Systems to try: a regular expression found in their shape.")
     flags.DEFINE_multi_enum(
         "children",
         [Children.TOP_K.value, Children.WITHOUT_REPLACEMENT.value],
@@ -189,7 +191,10 @@ def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> l
     ids = setup.encode(tokenizer, dev)
     best: dict[str, tuple[float, System]] = {}
     draws = [Children(how) for how in args.children] if temperature else [Children.TOP_K]
-    with tqdm(systems(args.nodes, draws, args.smoke), desc=f"T={temperature} dev") as bar:
+    tried = [s for s in systems(args.nodes, draws, args.smoke) if re.search(args.only, s.shape)]
+    if not tried:
+        raise ValueError(f"--only {args.only!r} is found in no shape: leave it out to see all.")
+    with tqdm(tried, desc=f"T={temperature} dev") as bar:
         for system in bar:
             drafter = system.build(target, args.drafter)
             done = decode(target, drafter, ids, request, args.batch)
