@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import setup
+from experiments import card, setup
 from experiments.data import sources
 from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, frequent_tokens, row_of_token
 from experiments.data.features import HiddenRows, hidden_states
-from experiments.loop import LoopConfig, columns
+from experiments.loop import LoopConfig
 from experiments.prompts import load as prompt_set
 from experiments.train import Arguments, Job
 from models.checkpoint import shipped
@@ -153,6 +153,7 @@ def job(
     ids_U: np.ndarray,
     recipe: Recipe,
     prepare: Callable[[Stages, Any, Any], Any],
+    config: str,
     about: str,
 ) -> Job:
     """Returns the run: forward KL with AdamW, evaluated by decoding `dev` prompts.
@@ -163,7 +164,8 @@ def job(
         ids_U: token ids of its head.
         recipe: see `Recipe`.
         prepare: `(stages, params, batch) -> batch`: what the model reads beside tokens.
-        about: what it is, for the card of the exported file: "CONFIG: words".
+        config: its file in experiments/configs, for the card of the exported file.
+        about: what it is, in words, for the card too.
     """
     stages = llama_stages(model.config, "forward_kl", frozen=FROZEN)
     rate = optax.warmup_cosine_decay_schedule(
@@ -190,9 +192,9 @@ def job(
 
     def export(state: TrainState, folder: pathlib.Path) -> pathlib.Path:
         path = folder / "drafter.safetensors"
-        told = {**_told(of, about), **_named(recipe), "steps": str(int(state.step))}
-        card = told | _reached(folder)
-        shipped.save(join(state.params), ids_U, path, card)
+        told = card.told(of.asked, config, about, of.data)
+        says = told | _named(recipe) | card.reached(folder, "dev")
+        shipped.save(join(state.params), ids_U, path, says)
         return path
 
     return Job(
@@ -210,31 +212,6 @@ def job(
 
 def _frozen_leaves(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: is_frozen(path, FROZEN), params)
-
-
-def _told(of: Material, about: str) -> dict[str, str]:
-    """Returns what was asked for; of a path the last part, so that no machine is described."""
-    name, _, words = about.partition(": ")
-    target = pathlib.Path(of.asked.target).name
-    named = (source.partition(":") for source in of.data)
-    data = [f"{kind}:{pathlib.Path(where).name}" for kind, _, where in named]
-    flags = [f"--target {target}", *(f"--data {source}" for source in data)]
-    if of.asked.init is not None:
-        flags.append(f"--init {pathlib.Path(of.asked.init).name}")
-    if of.asked.steps is not None:
-        flags.append(f"--steps {of.asked.steps}")
-    command = " ".join([f"python -m experiments.train --config {name}", *flags])
-    return {"about": f"{words}, for {target}", "command": command, "data": ", ".join(data)}
-
-
-def _reached(folder: pathlib.Path) -> dict[str, str]:
-    """Returns what a run's tables say in the end: minutes, loss, figures on `dev` prompts."""
-    curves, scores = (columns(folder / name) for name in ("train.csv", "evaluation.csv"))
-    spent = zip(curves["tokens"], curves["tokens_per_s"], strict=True)
-    minutes = sum(tokens / rate for tokens, rate in spent if rate) / 60
-    last = curves["loss"][-50:]
-    out = {"minutes": f"{minutes:.0f}", "loss": f"{sum(last) / len(last):.3f}"}
-    return out | {f"dev_{name}": f"{scores[name][-1]:.3f}" for name in scores if name != "step"}
 
 
 def _named(recipe: Recipe) -> dict[str, str]:

@@ -27,7 +27,7 @@ from spec.draws import Children
 from spec.tree_shapes import parse_expansion
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
-# Drafters that we trained, loaded by the name of their file.
+# What we trained, loaded by name: drafters for the default target, files; the code pair, folders.
 SHIPPED = pathlib.Path(__file__).with_name("drafters")
 
 
@@ -44,18 +44,31 @@ def default_dtype() -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
-    """Loads a GGUF file, a checkpoint folder, or the packaged model by its name.
+def find(name: str) -> pathlib.Path:
+    """Returns where a model lies: a GGUF file, a checkpoint folder, or one of ours by its name.
 
     Raises:
-        ValueError: if it is none of these, or cannot be read.
+        ValueError: if there is nothing of that name.
     """
-    path = packaged_smollm2() if name == DEFAULT_TARGET else pathlib.Path(name)
+    ours = sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
+    if name == DEFAULT_TARGET:
+        return packaged_smollm2()
+    path = SHIPPED / name if name in ours else pathlib.Path(name)
     if not path.exists():
         raise ValueError(
-            f"Model {name!r} is neither a path nor {DEFAULT_TARGET!r}: give a .gguf file or a "
-            "folder with config.json, safetensors and tokenizer.json."
+            f"Model {name!r} is neither a path nor one of {[DEFAULT_TARGET, *ours]}: give a .gguf "
+            "file or a folder with config.json, safetensors and tokenizer.json."
         )
+    return path
+
+
+def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
+    """Loads the model that `find` finds.
+
+    Raises:
+        ValueError: if there is none, or it cannot be read.
+    """
+    path = find(name)
     # The tokenizer first: it is quick to refuse.
     tokenizer = load_tokenizer(path)
     return Loaded(load_model(path, dtype), tokenizer)

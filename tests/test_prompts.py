@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from experiments.prompts import convert, load
+from experiments.data import sources
+from experiments.prompts import beginnings, convert, load
+from tests.test_tokenizer import byte_level, write_folder
 
 # One made-up row of every format: (format, file name, content, expected kind, split and text).
 SETS = [
@@ -143,3 +145,19 @@ def test_script_writes_the_first_rows(tmp_path: pathlib.Path) -> None:
     script = [sys.executable, "-m", "experiments.prompts.convert", "--format=gsm8k", "--limit=1"]
     subprocess.run([*script, f"--input={source}", f"--out={out}"], check=True)
     assert [prompt.text for prompt in load.load(out)] == ["2 + 3 = ?"]
+
+
+def test_beginnings_of_texts_are_prompts(tmp_path):
+    """Every second one tunes, the others report; each ends with a line."""
+    folder = write_folder(tmp_path / "model", byte_level())
+    for number in range(2 * sources.HELD):
+        text = f"{number}\n" + "a b c d e f g h\n" * 40
+        (tmp_path / f"{number:02}.txt").write_text(text, encoding="utf-8")
+    found = beginnings.prompts(f"held:{tmp_path}", str(folder), 2)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    assert [prompt.split for prompt in load.load(path)] == ["dev", "eval"]
+    assert [row["text"].split("\n")[0] for row in found] == ["0", f"{sources.HELD}"]
+    assert all(row["text"].endswith("\n") for row in found)
+    with pytest.raises(ValueError, match="is neither a path nor one of"):
+        beginnings.prompts("held:stdlib", "nowhere", 2)

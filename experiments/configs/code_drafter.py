@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments import setup
+from experiments import card, setup
 from experiments.configs import code_target
 from experiments.data import sources
 from experiments.data.batches import Batches, Rows
@@ -32,6 +32,7 @@ from spec.generate import Request, generate
 from spec.metrics import total
 from spec.tree_shapes import expansion
 
+ABOUT = "the drafter of code_target, 1 million parameters"
 STEPS, BATCH, LENGTH = 3000, 8, 256
 
 
@@ -59,7 +60,8 @@ def build(asked: Arguments) -> Job:
     limit, length, batch = (4000, 64, 2) if smoke else (None, LENGTH, BATCH)
     steps = 4 if smoke else asked.steps or STEPS
     shape = code_target.config(V, 128, 3)
-    corpus = sources.load(asked.data or ("train:stdlib",), tokenizer, limit)
+    data = asked.data or ("train:stdlib",)
+    corpus = sources.load(data, tokenizer, limit)
     prompts = sources.prefixes("held:stdlib", tokenizer, 2 if smoke else 8)
     request = Request(8 if smoke else 64, tokenizer.eos_ids, tokenizer.vocab_size)
 
@@ -79,7 +81,8 @@ def build(asked: Arguments) -> Job:
     def export(state: TrainState, out: pathlib.Path) -> pathlib.Path:
         folder = out / "model"
         half: Params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), state.params)
-        safetensors.save(join(half), folder)
+        says = card.told(asked, "code_drafter", ABOUT, data) | card.reached(out, "held_out")
+        safetensors.save(join(half), folder, says)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(pathlib.Path(asked.target) / name, folder / name)
         return folder

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from experiments import card
 from experiments.data import bpe, sources
 from experiments.data.batches import Batches, Rows
 from experiments.loop import LoopConfig
@@ -26,8 +27,9 @@ from models.transformer import Transformer
 from parallel.stages import Params, forward_loss
 from parallel.train import TrainState
 
+ABOUT = "a model of Python code, 12 million parameters"
 VOCAB = 4096
-STEPS, BATCH, LENGTH = 2400, 8, 256
+STEPS, BATCH, LENGTH = 1200, 8, 256
 
 
 def config(vocab_size: int, d_model: int, layers: int) -> ModelConfig:
@@ -78,11 +80,12 @@ def build(asked: Arguments) -> Job:
 
     def evaluate(state: TrainState) -> Mapping[str, float]:
         loss, weight = mean_loss(state.params, judged)
-        return {"held_out_loss": float(loss / weight)}
+        return {"loss": float(loss / weight)}
 
     def export(state: TrainState, out: pathlib.Path) -> pathlib.Path:
         half: Params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), state.params)
-        safetensors.save(join(half), folder)
+        says = card.told(asked, "code_target", ABOUT, data) | card.reached(out, "held_out")
+        safetensors.save(join(half), folder, says)
         return folder
 
     return Job(

@@ -29,7 +29,8 @@ from models.stages import with_own_features, with_teacher
 from parallel.stages import Stages
 
 LAYERS = 1
-ABOUT = "smollm2_feature: one decoder layer over the target's hidden states"
+NAME = "smollm2_feature"
+ABOUT = "one decoder layer over the target's hidden states, for SmolLM2-135M-Instruct"
 
 
 def build(asked: Arguments) -> Job:
@@ -49,7 +50,7 @@ def build(asked: Arguments) -> Job:
     def read_twice(stages: Stages, params: Any, batch: Batch) -> Batch:
         return with_own_features(stages, params, with_teacher(params, batch))
 
-    return distill.job(of, model, ids_U, recipe, read_twice, ABOUT)
+    return distill.job(of, model, ids_U, recipe, read_twice, NAME, ABOUT)
 
 
 def quarters(num_layers: int) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from models.stages import with_teacher
 from models.transformer import Transformer
 
 LAYERS = 3
-ABOUT = "smollm2_pruned: three layers of the target and a part of its head"
+NAME = "smollm2_pruned"
+ABOUT = "three layers of the target and a part of its head, for SmolLM2-135M-Instruct"
 RECIPE = distill.Recipe(
     draft_vocab=8192,
     length=256,
@@ -35,5 +36,5 @@ def build(asked: Arguments) -> Job:
         of, recipe.draft_vocab, Transformer, lambda ids_U: prune(of.target.model, layers, ids_U)
     )
     return distill.job(
-        of, model, ids_U, recipe, lambda _, params, batch: with_teacher(params, batch), ABOUT
+        of, model, ids_U, recipe, lambda _, params, batch: with_teacher(params, batch), NAME, ABOUT
     )

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -74,7 +75,9 @@ def load(folder: str | os.PathLike[str], dtype: jax.typing.DTypeLike) -> Transfo
         return build(config, read, dtype)
 
 
-def save(model: Transformer, folder: str | os.PathLike[str]) -> None:
+def save(
+    model: Transformer, folder: str | os.PathLike[str], card: Mapping[str, str] | None = None
+) -> None:
     """Writes `config.json` and `model.safetensors`, which transformers reads as well.
 
     A reader sees the old weights or the new ones, never a part.
@@ -82,6 +85,7 @@ def save(model: Transformer, folder: str | os.PathLike[str]) -> None:
     Args:
         model: in any float dtype; the file keeps it.
         folder: created if absent.
+        card: text fields for the header of the weights: what they were trained on, what they reach.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +95,8 @@ def save(model: Transformer, folder: str | os.PathLike[str]) -> None:
         for parameter, array in of_model(model)
     }
     temporary = folder / f"{_WEIGHTS}.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})  # transformers insists on a format
+    # transformers insists on a format
+    save_file(tensors, temporary, metadata={**(card or {}), "format": "pt"})
     os.replace(temporary, folder / _WEIGHTS)
     config_json.write(model.config, folder)
 
