@@ -4,9 +4,11 @@ import subprocess
 
 import pytest
 
+from experiments import bench_drafter
 from experiments import generate as job
 from experiments.prompts.load import Prompt
 from spec.drafters import NGramDrafter
+from spec.draws import Children
 from spec.generate import Request
 from tests import processes, toys
 
@@ -57,6 +59,31 @@ def test_bad_flags():
     for error, words in zip(said, expected.values(), strict=True):
         assert error.startswith("Error: ")
         assert words in error
+
+
+def test_the_shape_is_chosen_among_those_that_lose_on_no_kind():
+    """Unless there are none; n-grams and chains are the best of all theirs."""
+
+    def rows(*speeds):
+        return [{"tokens_per_step": speed} for speed in speeds]
+
+    def system(name, ngram):
+        return bench_drafter.System(name, ngram, 4, (), Children.TOP_K)
+
+    judged = {
+        system("n-gram", 4): rows(2.0, 1.0, 1.5),
+        system("n-gram", 8): rows(1.0, 1.8, 1.4),
+        system("chain", 4): rows(9.0, 0.5, 3.0),
+        system("merged tree", 4): rows(1.9, 5.0, 4.0),
+        system("merged tree", 8): rows(2.0, 2.0, 2.0),
+        system("merged tree", 12): rows(2.1, 1.0, 1.9),
+    }
+    best = [(s.name, s.ngram) for s in bench_drafter.chosen(judged)]
+    assert best == [("n-gram", 4), ("chain", 4), ("merged tree", 8)]
+    unsafe = {s: judged[s] for s in judged if (s.name, s.ngram) not in best[2:]} | {
+        system("merged tree", 12): rows(1.0, 9.0, 3.0)
+    }
+    assert bench_drafter.chosen(unsafe)[-1].ngram == 4
 
 
 def test_a_prompt_of_exactly_the_limit_gives_no_tokens():

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from models.feature import feature_model
 from models.prune import prune
-from models.stages import is_frozen, llama_stages, split
+from models.stages import is_frozen, llama_stages, split, with_own_features
 from parallel import pipeline
 from parallel.overlap import Overlap
 from parallel.partition import Composition
@@ -337,7 +337,7 @@ def toy(embed):
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "pipe": 2}], ids=str)
 def test_a_feature_model_on_a_mesh(model, sizes):
-    """Its mixture of the target's states belongs to no block and lies on no stage."""
+    """Its mixture of the target's states belongs to no block; rows hold its own features too."""
     drafter = feature_model(prune(model, [0, 1], np.arange(V)), nnx.Rngs(0), (0, 1))
     noise = jax.random.normal(jax.random.key(1), drafter.mix_IDD.shape)
     drafter.mix_IDD[...] += 0.1 * noise
@@ -345,9 +345,10 @@ def test_a_feature_model_on_a_mesh(model, sizes):
     shape = (*plain.token_BT.shape, 3, model.config.d_model)
     seen = dataclasses.replace(plain, hidden_BTID=jax.random.normal(jax.random.key(2), shape))
     stages, optimizer = llama_stages(drafter.config), large_then_small()
+    twice = jax.jit(lambda params: with_own_features(stages, params, seen))(split(drafter))
     found = []
     for mesh in (None, mesh_of(sizes)):
         step = make_train_step(stages, optimizer, mesh, **({"accumulate": 2} if mesh else {}))
-        state, metrics = step(init_state(split(drafter), optimizer, mesh), seen)
+        state, metrics = step(init_state(split(drafter), optimizer, mesh), twice)
         found.append((jax.tree.map(np.asarray, state.params), metrics))
     assert_close(found[1], found[0], 1e-5)

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.loop import LoopConfig, fit
+from experiments.data.batches import Batches, Rows
+from experiments.loop import LoopConfig, columns, fit
 from models.stages import llama_stages, split
 from parallel.train import init_state, make_train_step
 from tests import processes, toys, training_job
@@ -104,6 +105,23 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
         file.write("2,1.")
     training_job.train(tmp_path, steps=4)
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_evaluated_at_regular_steps_and_at_the_last(tmp_path):
+    """In the middle of a group of steps whose losses are read together."""
+    model, optimizer = toys.tiny(vocab_size=96), optax.adam(1e-2)
+    step = make_train_step(llama_stages(model.config), optimizer)
+    batches = Batches(Rows(training_job.corpus(), 16, None), 4, seed=1)
+    fit(
+        step,
+        init_state(split(model), optimizer),
+        batches,
+        LoopConfig(5, 5, 2, keep=1),
+        tmp_path,
+        evaluate=lambda state: {"done": int(state.step)},
+    )
+    assert columns(tmp_path / "evaluation.csv") == {"step": [2, 4, 5], "done": [2, 4, 5]}
+    assert [number for number, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_useless_settings_are_refused():
