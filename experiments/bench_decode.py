@@ -3,12 +3,15 @@
     make bench-decode        (python -m experiments.bench_decode)
 
 1. plain    plain decoding against the minimal hand-written loop, interleaved pairs;
-2. peer     against transformers' generate: same weights, float32, 2 threads (extra `parity`);
+2. peer     plain and speculative, against transformers' generate: plain, prompt lookup and (if a
+            drafter is a folder that it can read) assisted; same weights, float32, 2 threads, one
+            prompt of each kind (extra `parity`);
 3. width    a target pass over n = 1..64 nodes, against the minimal loop's pass;
 4. kinds    speculative against plain decoding, every `eval` prompt.
 
-Rows go to experiments/results/decode_*.csv; medians with spread are printed from them. 23 minutes
-on 2 slow, busy CPU cores.
+The drafter is what --drafter and its companions describe. Rows go to
+experiments/results/decode_*.csv (with the name of another --target at its end); medians with spread
+are printed from them. 23 minutes on 2 slow, busy CPU cores.
 """
 
 import functools
@@ -17,7 +20,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +31,9 @@ from tqdm import tqdm
 from experiments import hf_baseline, minimal_loop, report, setup
 from experiments.generate import timed
 from experiments.prompts import load as prompt_set
-from models.checkpoint.gguf import packaged_smollm2
 from models.kv_cache import KVCache
 from models.transformer import Transformer, causal_mask
-from spec.drafters import Drafter, NGramDrafter, RootDrafter
+from spec.drafters import Drafter, RootDrafter
 from spec.generate import Request, generate, round_up, warm_up
 from spec.sampling import best_token
 
@@ -43,6 +45,7 @@ SLOTS, CACHED = 512, 100
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
+    setup.define_drafter_flags()
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_multi_enum("only", [], ["plain", "peer", "width", "kinds"], "Some of the four.")
     flags.DEFINE_integer("pairs", 21, "Interleaved pairs of `plain` and `width`.", lower_bound=5)
@@ -104,30 +107,79 @@ def bench_plain(target: setup.Loaded, ids: list[int], request: Request, pairs: i
     return rows
 
 
-def bench_peer(target: setup.Loaded, ids: list[int], request: Request) -> list[dict]:
-    """Times transformers' greedy generate, interleaved with ours; prefill excluded from both."""
-    peer = hf_baseline.load(packaged_smollm2())
+def bench_peer(
+    target: setup.Loaded,
+    drafter: Drafter,
+    paths: Sequence[pathlib.Path],
+    prompts: Sequence[prompt_set.Prompt],
+    request: Request,
+    repeats: int,
+) -> list[dict]:
+    """Times our greedy decoding and transformers' in turn; prefill excluded from all.
+
+    Args:
+        target: ours.
+        drafter: ours.
+        paths: the target's, and that of a drafter that transformers can read too, if there is one.
+        prompts: each is timed `repeats` times.
+        request: see `Request`.
+        repeats: of each prompt, after one call that warms up.
+    """
+    peer, *assistants = [hf_baseline.load(path) for path in paths]
+    how: dict[str, dict] = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
+    if assistants:
+        how["assisted"] = {"assistant_model": assistants[0]}
+    ours = {"plain": RootDrafter(), "speculative": drafter}
+    ids = setup.encode(target.tokenizer, [*prompts])
+    for each in ours.values():
+        warm_up(target.model, each, ids[:1], request)
     rows = []
-    for repeat in tqdm(range(5), desc="peer", unit="pair"):
-        theirs = hf_baseline.time_greedy(peer, ids, request.max_new_tokens)
-        (mine,), seconds = timed(target, RootDrafter(), [ids], request)
-        ours = 1e3 * seconds / len(mine.token_ids)
-        rows.append(
+    for prompt, mine in zip(tqdm(prompts, desc="peer", unit="prompt"), ids, strict=True):
+        texts = set()
+        for repeat in range(repeats):
+            found = {}
+            for name, each in ours.items():
+                (done,), seconds = timed(target, each, [mine], request)
+                found["ours", name] = 1e3 * seconds / len(done.token_ids)
+                texts.add(done.token_ids)
+            for name, flags_of in how.items():
+                timing = hf_baseline.time_greedy(peer, mine, request.max_new_tokens, **flags_of)
+                found["transformers", name] = timing.ms_per_token
+                texts.add(timing.token_ids)
+            rows += [
+                {
+                    "prompt": prompt.id,
+                    "repeat": repeat,
+                    "side": side,
+                    "method": name,
+                    "tokens": len(done.token_ids),
+                    "ms_per_token": ms,
+                    "over_ours": ms / found["ours", "speculative"],
+                    "same_tokens": len(texts) == 1,
+                }
+                for (side, name), ms in found.items()
+            ]
+    print(report.table(by_method(rows), tuple(by_method(rows)[0])))
+    return rows
+
+
+def by_method(rows: list[dict]) -> list[dict]:
+    """Returns a line for each way of decoding: how many times as long as our speculative one."""
+    lines = []
+    for side, name in dict.fromkeys((row["side"], row["method"]) for row in rows):
+        mine = [row for row in rows if (row["side"], row["method"]) == (side, name)]
+        ratios = [row["over_ours"] for row in mine]
+        lines.append(
             {
-                "repeat": repeat,
-                "tokens": len(mine.token_ids),
-                "ours_ms_per_token": ours,
-                "transformers_ms_per_token": theirs.ms_per_token,
-                "ratio": ours / theirs.ms_per_token,
-                "same_tokens": mine.token_ids == theirs.token_ids,
+                "side": side,
+                "method": name,
+                "ms_per_token": statistics.median(row["ms_per_token"] for row in mine),
+                "over_ours_geomean": math.exp(statistics.fmean(map(math.log, ratios))),
+                "over_ours_low": min(ratios),
+                "over_ours_high": max(ratios),
             }
         )
-    ratios = [row["ratio"] for row in rows]
-    print(
-        f"ours/transformers: median {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f}..{max(ratios):.3f})"
-    )
-    return rows
+    return lines
 
 
 @jax.jit
@@ -241,7 +293,9 @@ def main(argv: list[str]) -> None:
     try:
         path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
         prompts = prompt_set.load(path, "eval")
+        setup.check_drafter_flags(args)
         target = setup.load(args.target, setup.default_dtype())
+        drafter = setup.drafter_of(args, target, setup.default_dtype())
     except ValueError as error:
         sys.exit(f"Error: {error}")
     tokens, pairs = (8, 5) if args.smoke else (64, args.pairs)
@@ -258,15 +312,19 @@ def main(argv: list[str]) -> None:
         reserve=reserve,
     )
     chosen = prompts[:1] if args.smoke else prompts
+    readable = [setup.find(args.target), *setup.folders(args.drafter)]
+    few = prompt_set.one_of_each(prompts) if args.prompts is None else prompts[:6]
     jobs: dict[str, Callable[[], list[dict]]] = {
         "plain": lambda: bench_plain(target, ids[0], request, pairs),
-        "peer": lambda: bench_peer(target, ids[0], request),
+        "peer": lambda: bench_peer(target, drafter, readable, few, request, 3),
         "width": lambda: bench_width(target, pairs),
-        "kinds": lambda: bench_kinds(target, NGramDrafter(min_match=2), chosen, long),
+        "kinds": lambda: bench_kinds(target, drafter, chosen, long),
     }
+    suffix = "" if args.target == setup.DEFAULT_TARGET else f"_{pathlib.Path(args.target).name}"
     names = args.only or [name for name in jobs if not (args.smoke and name == "peer")]
     for name in names:
-        report.write_csv(pathlib.Path(args.out) / f"decode_{name}.csv", jobs[name]())
+        path = pathlib.Path(args.out) / f"decode_{name}{suffix}.csv"
+        report.write_csv(path, jobs[name]())
 
 
 if __name__ == "__main__":

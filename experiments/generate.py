@@ -22,7 +22,6 @@ from experiments import report, setup
 from experiments.plots import plot_run
 from experiments.prompts import load as prompt_set
 from spec.drafters import Drafter, RootDrafter
-from spec.draws import Children
 from spec.generate import Completion, Request, begin, finish, rule_of, trace, warm_up
 from spec.metrics import total
 from spec.sampling import GREEDY_BELOW
@@ -39,12 +38,6 @@ COLUMNS = (
     "finish",
     "identical",
 )
-CHOICES = (
-    Children.TOP_K,
-    Children.IID,
-    Children.WITHOUT_REPLACEMENT,
-    Children.GREEDY_PLUS_ONE,
-)
 # Rules whose tokens do not depend on the tree. The others keep the distribution, not the draws.
 SAME_DRAWS = ("greedy", "naive")
 
@@ -52,20 +45,7 @@ SAME_DRAWS = ("greedy", "naive")
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
-    flags.DEFINE_multi_string(
-        "drafter", ["ngram"], "ngram, none, self, or a model as for --target. Repeat it to merge."
-    )
-    flags.DEFINE_multi_string(
-        "tree", ["1,1,3,1,1,1,1,1"], "Expansion of the model drafters: one for all or one each."
-    )
-    flags.DEFINE_enum(
-        "children",
-        Children.TOP_K.value,
-        [k.value for k in CHOICES],
-        "How model drafters choose children.",
-    )
-    flags.DEFINE_string("ngram_sizes", "1,8", "Tree sizes of the n-gram drafter, ascending.")
-    flags.DEFINE_integer("ngram_min_match", 2, "Shortest suffix match that drafts.", lower_bound=1)
+    setup.define_drafter_flags()
     flags.DEFINE_string("prompt", None, "One prompt to answer, instead of a set.")
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_enum("split", None, ["dev", "eval"], "Answer all prompts of a split.")
@@ -84,13 +64,6 @@ def check_flags(args: flags.FlagValues) -> None:
     """Refuses flags that contradict each other, and creates the output folder before any work."""
     if args.prompt is not None and (args.prompts or args.split):
         raise ValueError("--prompt is one prompt: leave out --prompts and --split.")
-    if set(args.drafter) <= {"ngram", "none"} and (
-        args["tree"].present or args["children"].present
-    ):
-        raise ValueError(
-            f"--tree and --children describe model drafters, --drafter is {args.drafter}: leave "
-            "them out, or add a model drafter."
-        )
     if not 0 <= args.seed <= 2**31:
         raise ValueError(f"--seed {args.seed} must lie in 0..{2**31}.")
     try:
@@ -212,19 +185,12 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators are absent
     try:
         check_flags(args)
+        setup.check_drafter_flags(args)
         prompts = choose_prompts(args)
         dtype = setup.default_dtype()
         print(f"Loading {args.target} ({dtype}) ...", flush=True)
         target = setup.load(args.target, dtype)
-        drafter = setup.make_drafter(
-            args.drafter,
-            args.tree,
-            args.children,
-            args.ngram_sizes,
-            args.ngram_min_match,
-            target,
-            dtype,
-        )
+        drafter = setup.drafter_of(args, target, dtype)
         ids = setup.encode(target.tokenizer, prompts)
         budget = 16 if args.smoke else args.max_new_tokens
         request = Request(

@@ -1,4 +1,4 @@
-"""The baseline `transformers`: the same GGUF weights in float32, greedy, on the CPU.
+"""The baseline `transformers`: the same weights in float32, greedy, on the CPU.
 
 torch and transformers are imported when a function is called: only the extra `parity` has them.
 """
@@ -18,7 +18,7 @@ class Timing:
     Attributes:
         token_ids: emitted tokens, an ending end-of-sequence token included.
         prefill_ms: time to the first token, which follows from the pass over the prompt.
-        ms_per_token: of the other tokens, one pass each.
+        ms_per_token: of the other tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -27,10 +27,10 @@ class Timing:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Loads a GGUF file as transformers does; the weights are dequantised to float32.
+    """Loads a model as transformers does; the weights become float32.
 
     Args:
-        path: a `.gguf` file.
+        path: a `.gguf` file, or a Hugging Face folder.
 
     Returns:
         A `transformers` causal language model on the CPU, in evaluation mode.
@@ -40,12 +40,15 @@ def load(path: str | os.PathLike[str]) -> Any:
     """
     torch, transformers = import_peers()
     path = pathlib.Path(path)
+    where = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        where[0], dtype=torch.float32, **where[1]
     ).eval()
 
 
-def time_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, threads: int = 2) -> Timing:
+def time_greedy(
+    model: Any, prompt: Sequence[int], max_new_tokens: int, threads: int = 2, **how: Any
+) -> Timing:
     """Times `generate` after one warm-up.
 
     The prefill is told apart by a second call for one token.
@@ -56,6 +59,7 @@ def time_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, threads:
             file splits some texts differently.
         max_new_tokens: most new tokens, at least 2.
         threads: of torch. The process gets its old number back afterwards.
+        **how: of `generate`: `prompt_lookup_num_tokens` or `assistant_model` let it speculate.
 
     Raises:
         RuntimeError: if torch, transformers or accelerate is not installed.
@@ -76,6 +80,7 @@ def time_greedy(model: Any, prompt: Sequence[int], max_new_tokens: int, threads:
             attention_mask=torch.ones_like(prompt_1T),
             do_sample=False,
             max_new_tokens=count,
+            **how,
         )
         seconds = time.perf_counter() - clock
         return tuple(out_1T[0, len(prompt) :].tolist()), 1e3 * seconds

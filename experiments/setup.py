@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 from experiments.prompts.load import Prompt
 from models.checkpoint import load_model, shipped
@@ -29,6 +30,13 @@ from spec.tree_shapes import parse_expansion
 DEFAULT_TARGET = "smollm2-135m-instruct"
 # What we trained, loaded by name: drafters for the default target, files; the code pair, folders.
 SHIPPED = pathlib.Path(__file__).with_name("drafters")
+# How a model can choose children; the other ways come about by merging.
+_CHOICES = (
+    Children.TOP_K,
+    Children.IID,
+    Children.WITHOUT_REPLACEMENT,
+    Children.GREEDY_PLUS_ONE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +58,23 @@ def find(name: str) -> pathlib.Path:
     Raises:
         ValueError: if there is nothing of that name.
     """
-    ours = sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
     if name == DEFAULT_TARGET:
         return packaged_smollm2()
-    path = SHIPPED / name if name in ours else pathlib.Path(name)
+    path = _folder(name)
     if not path.exists():
         raise ValueError(
-            f"Model {name!r} is neither a path nor one of {[DEFAULT_TARGET, *ours]}: give a .gguf "
-            "file or a folder with config.json, safetensors and tokenizer.json."
+            f"Model {name!r} is neither a path nor one of {[DEFAULT_TARGET, *_ours()]}: give a "
+            ".gguf file or a folder with config.json, safetensors and tokenizer.json."
         )
     return path
+
+
+def _ours() -> list[str]:
+    return sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
+
+
+def _folder(name: str) -> pathlib.Path:
+    return SHIPPED / name if name in _ours() else pathlib.Path(name)
 
 
 def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
@@ -72,6 +87,52 @@ def load(name: str, dtype: jax.typing.DTypeLike) -> Loaded:
     # The tokenizer first: it is quick to refuse.
     tokenizer = load_tokenizer(path)
     return Loaded(load_model(path, dtype), tokenizer)
+
+
+def define_drafter_flags() -> None:
+    """Declares the flags that `drafter_of` reads."""
+    flags.DEFINE_multi_string(
+        "drafter", ["ngram"], "ngram, none, self, or a model as for --target. Repeat it to merge."
+    )
+    flags.DEFINE_multi_string(
+        "tree", ["1,1,3,1,1,1,1,1"], "Expansion of the model drafters: one for all or one each."
+    )
+    flags.DEFINE_enum(
+        "children",
+        Children.TOP_K.value,
+        [k.value for k in _CHOICES],
+        "How model drafters choose children.",
+    )
+    flags.DEFINE_string("ngram_sizes", "1,8", "Tree sizes of the n-gram drafter, ascending.")
+    flags.DEFINE_integer("ngram_min_match", 2, "Shortest suffix match that drafts.", lower_bound=1)
+
+
+def check_drafter_flags(args: flags.FlagValues) -> None:
+    """Refuses flags that describe no drafter that was asked for.
+
+    Raises:
+        ValueError: says which flag to leave out.
+    """
+    if set(args.drafter) <= {"ngram", "none"} and (
+        args["tree"].present or args["children"].present
+    ):
+        raise ValueError(
+            f"--tree and --children describe model drafters, --drafter is {args.drafter}: leave "
+            "them out, or add a model drafter."
+        )
+
+
+def drafter_of(args: flags.FlagValues, target: Loaded, dtype: jax.typing.DTypeLike) -> Drafter:
+    """Returns the drafter that the flags of `define_drafter_flags` describe, see `make_drafter`."""
+    return make_drafter(
+        args.drafter,
+        args.tree,
+        args.children,
+        args.ngram_sizes,
+        args.ngram_min_match,
+        target,
+        dtype,
+    )
 
 
 def make_drafter(
@@ -170,6 +231,11 @@ def _load_drafter(
         ) from error
     check_same_vocabulary(target.tokenizer, drafter.tokenizer)
     return drafter.model, None
+
+
+def folders(names: Sequence[str]) -> list[pathlib.Path]:
+    """Returns where those of some drafters lie that are whole models in a folder of their own."""
+    return [path for path in map(_folder, names) if path.is_dir()]
 
 
 def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
