@@ -218,7 +218,7 @@ def main(argv: list[str]) -> None:
     # The picture shows the prompt whose drafts did best; its first steps are decoded once more.
     best = max(range(len(answers)), key=lambda i: answers[i].metrics.tokens_per_step)
     same_seed = dataclasses.replace(request, seed=(seeds[best],))
-    steps = list(trace(target.model, drafter, [ids[best]], same_seed))
+    steps = trace(target.model, drafter, [ids[best]], same_seed)
     plot_run(out / "trees.png", prompts[best].id, steps, answers, target.tokenizer)
 
     for prompt, text in zip(prompts, texts, strict=True):

@@ -1,7 +1,8 @@
 """Pictures of decoding: the first token trees, and how many drafts each step accepted."""
 
+import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
 
@@ -23,7 +24,7 @@ SHOWN = 4
 def plot_run(
     path: pathlib.Path,
     title: str,
-    steps: Sequence[Trace],
+    steps: Iterable[Trace],
     answers: Sequence[Completion],
     tokenizer: Tokenizer,
 ) -> None:
@@ -32,12 +33,12 @@ def plot_run(
     Args:
         path: PNG to write.
         title: which prompt the trees belong to.
-        steps: traces of one prompt (batch row 0), in order.
+        steps: traces of one prompt (batch row 0), in order; read as far as they are drawn.
         answers: all completions, for the histogram.
         tokenizer: to put text on the nodes.
     """
-    grown = [(i, step) for i, step in enumerate(steps) if bool(step.tree.valid_BN[0, 1:].any())]
-    grown = grown[:SHOWN]
+    drafting = ((i, step) for i, step in enumerate(steps) if step.tree.valid_BN[0, 1:].any())
+    grown = [*itertools.islice(drafting, SHOWN)]
     heights = [0.7 + 0.33 * _leaves(step) for _, step in grown]
     figure = plt.figure(figsize=(12, sum(heights) + 3.2), layout="constrained")
     grid = figure.add_gridspec(len(grown) + 1, 1, height_ratios=[*heights, 3.2])
