@@ -4,16 +4,17 @@
 
 1. plain    plain decoding against the minimal hand-written loop, interleaved pairs;
 2. peer     plain and speculative, against transformers' generate: plain, prompt lookup and (if a
-            drafter is a folder that it can read) assisted; same weights, float32, 2 threads, one
-            prompt of each kind (extra `parity`);
+            drafter is a model that it can read) assisted; same weights, float32, 2 threads,
+            every `eval` prompt (extra `parity`);
 3. width    a target pass over n = 1..64 nodes, against the minimal loop's pass;
 4. kinds    speculative against plain decoding, every `eval` prompt.
 
 The drafter is what --drafter and its companions describe. Rows go to
-experiments/results/decode_*.csv (with the name of another --target at its end); medians with spread
-are printed from them. 23 minutes on 2 slow, busy CPU cores.
+experiments/results/decode_*.csv, with names of a --target and of --drafters other than the default
+in the name of the file; medians with spread are printed from them.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -113,52 +114,56 @@ def bench_peer(
     paths: Sequence[pathlib.Path],
     prompts: Sequence[prompt_set.Prompt],
     request: Request,
-    repeats: int,
 ) -> list[dict]:
-    """Times our greedy decoding and transformers' in turn; prefill excluded from all.
+    """Times our greedy decoding and transformers' in turn, from the prompt to the last token.
+
+    Transformers runs its own defaults: prompt lookup of 10 tokens, up to 20 assistant tokens.
+    Every method reads a prompt once before it is timed. Prompts whose answer ends within 8 tokens
+    are left out.
 
     Args:
         target: ours.
         drafter: ours.
         paths: the target's, and that of a drafter that transformers can read too, if there is one.
-        prompts: each is timed `repeats` times.
+        prompts: each is timed once.
         request: see `Request`.
-        repeats: of each prompt, after one call that warms up.
     """
     peer, *assistants = [hf_baseline.load(path) for path in paths]
     how: dict[str, dict] = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
     if assistants:
         how["assisted"] = {"assistant_model": assistants[0]}
     ours = {"plain": RootDrafter(), "speculative": drafter}
-    ids = setup.encode(target.tokenizer, [*prompts])
-    for each in ours.values():
-        warm_up(target.model, each, ids[:1], request)
     rows = []
-    for prompt, mine in zip(tqdm(prompts, desc="peer", unit="prompt"), ids, strict=True):
-        texts = set()
-        for repeat in range(repeats):
-            found = {}
-            for name, each in ours.items():
-                (done,), seconds = timed(target, each, [mine], request)
-                found["ours", name] = 1e3 * seconds / len(done.token_ids)
-                texts.add(done.token_ids)
-            for name, flags_of in how.items():
-                timing = hf_baseline.time_greedy(peer, mine, request.max_new_tokens, **flags_of)
-                found["transformers", name] = timing.ms_per_token
-                texts.add(timing.token_ids)
-            rows += [
-                {
-                    "prompt": prompt.id,
-                    "repeat": repeat,
-                    "side": side,
-                    "method": name,
-                    "tokens": len(done.token_ids),
-                    "ms_per_token": ms,
-                    "over_ours": ms / found["ours", "speculative"],
-                    "same_tokens": len(texts) == 1,
-                }
-                for (side, name), ms in found.items()
-            ]
+    for prompt in tqdm(prompts, desc="peer", unit="prompt"):
+        (ids,) = setup.encode(target.tokenizer, [prompt])
+        found: dict[tuple[str, str], tuple[tuple[int, ...], float]] = {}
+        for name, each in ours.items():
+            (done,) = generate(target.model, each, [ids], request)
+            ms = 1e3 * clock(functools.partial(generate, target.model, each, [ids], request))
+            found["ours", name] = done.token_ids, ms
+        expected, _ = found["ours", "plain"]
+        if len(expected) < 8:
+            print(f"{prompt.id}: an answer of {len(expected)} tokens is left out.")
+            continue
+        for name, flags_of in how.items():
+            timing = hf_baseline.time_greedy(peer, ids, request.max_new_tokens, **flags_of)
+            found["transformers", name] = timing.token_ids, timing.total_ms
+        least = found["ours", "speculative"][1]
+        rows += [
+            {
+                "prompt": prompt.id,
+                "kind": prompt.kind,
+                "side": side,
+                "method": name,
+                "tokens": len(token_ids),
+                "ms_per_token": ms / len(token_ids),
+                "over_ours": ms / least,
+                "same_tokens": token_ids == expected,
+            }
+            for (side, name), (token_ids, ms) in found.items()
+        ]
+    if not rows:
+        raise ValueError("No prompt has an answer of 8 tokens or more: give others.")
     print(report.table(by_method(rows), tuple(by_method(rows)[0])))
     return rows
 
@@ -173,6 +178,8 @@ def by_method(rows: list[dict]) -> list[dict]:
             {
                 "side": side,
                 "method": name,
+                "prompts": len(mine),
+                "same_tokens": sum(row["same_tokens"] for row in mine),
                 "ms_per_token": statistics.median(row["ms_per_token"] for row in mine),
                 "over_ours_geomean": math.exp(statistics.fmean(map(math.log, ratios))),
                 "over_ours_low": min(ratios),
@@ -240,12 +247,12 @@ def bench_kinds(
         warm_up(target.model, each, ids[:1], request)
     rows = []
     for i, prompt in enumerate(tqdm(prompts, desc="kinds")):
-        sides = [RootDrafter(), drafter]
+        sides = {"plain": RootDrafter(), "grown": drafter}
         runs = {}
-        for each in sides if i % 2 else sides[::-1]:
-            runs[each] = timed(target, each, [ids[i]], request)
-        (plain,), plain_s = runs[sides[0]]
-        (grown,), grown_s = runs[sides[1]]
+        for name in sides if i % 2 else [*sides][::-1]:
+            runs[name] = timed(target, sides[name], [ids[i]], request)
+        (plain,), plain_s = runs["plain"]
+        (grown,), grown_s = runs["grown"]
         rows.append(
             {
                 "prompt": prompt.id,
@@ -305,26 +312,28 @@ def main(argv: list[str]) -> None:
         max_new_tokens=tokens, eos_ids=tokenizer.eos_ids, vocab_size=tokenizer.vocab_size
     )
     reserve = max(map(len, ids)) + 2 * tokens
-    long = Request(
-        max_new_tokens=2 * tokens,
-        eos_ids=tokenizer.eos_ids,
-        vocab_size=tokenizer.vocab_size,
-        reserve=reserve,
-    )
+    reserved = dataclasses.replace(request, reserve=reserve)
+    long = dataclasses.replace(reserved, max_new_tokens=2 * tokens)
     chosen = prompts[:1] if args.smoke else prompts
-    readable = [setup.find(args.target), *setup.folders(args.drafter)]
-    few = prompt_set.one_of_each(prompts) if args.prompts is None else prompts[:6]
+    readable = [setup.find(args.target), *setup.readable(args.drafter)]
     jobs: dict[str, Callable[[], list[dict]]] = {
         "plain": lambda: bench_plain(target, ids[0], request, pairs),
-        "peer": lambda: bench_peer(target, drafter, readable, few, request, 3),
+        "peer": lambda: bench_peer(target, drafter, readable, chosen, reserved),
         "width": lambda: bench_width(target, pairs),
         "kinds": lambda: bench_kinds(target, drafter, chosen, long),
     }
-    suffix = "" if args.target == setup.DEFAULT_TARGET else f"_{pathlib.Path(args.target).name}"
     names = args.only or [name for name in jobs if not (args.smoke and name == "peer")]
-    for name in names:
-        path = pathlib.Path(args.out) / f"decode_{name}{suffix}.csv"
-        report.write_csv(path, jobs[name]())
+    try:
+        if "peer" in names:
+            hf_baseline.import_peers()  # before any work
+        for name in names:
+            about = [] if args.target == setup.DEFAULT_TARGET else [args.target]
+            if name in ("peer", "kinds") and args.drafter != ["ngram"]:
+                about += args.drafter
+            label = "_".join(["decode", name, *map(setup.title, about)])
+            report.write_csv(pathlib.Path(args.out) / f"{label}.csv", jobs[name]())
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":

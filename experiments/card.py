@@ -1,6 +1,7 @@
 """What a trained file says of itself: what it is, how it was made, what it reached."""
 
 import pathlib
+import platform
 from collections.abc import Sequence
 
 from experiments import setup
@@ -21,22 +22,24 @@ def told(asked: Arguments, config: str, words: str, data: Sequence[str]) -> dict
     short = [f"{kind}:{pathlib.Path(where).name}" for kind, _, where in named]
     flags = [f"--config {config}"]
     if asked.target != setup.DEFAULT_TARGET:
-        flags.append(f"--target {_name(asked.target)}")
+        flags.append(f"--target {setup.title(asked.target)}")
     flags += [f"--data {source}" for source in short]
     if asked.init is not None:
-        flags.append(f"--init {_name(asked.init)}")
+        flags.append(f"--init {pathlib.Path(asked.init).name}")
     if asked.steps is not None:
         flags.append(f"--steps {asked.steps}")
     command = " ".join(["python -m experiments.train", *flags])
+    if any(source.endswith(":stdlib") for source in short):
+        short.append(f"Python {platform.python_version()}")
     return {"about": words, "command": command, "data": ", ".join(short)}
 
 
-def reached(folder: pathlib.Path, judged_on: str) -> dict[str, str]:
+def reached(folder: pathlib.Path, prefix: str = "") -> dict[str, str]:
     """Returns what a run's tables say in the end: minutes, loss, figures of the last evaluation.
 
     Args:
         folder: of the run, see `loop.fit`.
-        judged_on: what the evaluations look at, in a word: their names begin with it.
+        prefix: of the names of these figures: what they were measured on.
     """
     curves, scores = (columns(folder / name) for name in ("train.csv", "evaluation.csv"))
     spent = zip(curves["tokens"], curves["tokens_per_s"], strict=True)
@@ -47,12 +50,4 @@ def reached(folder: pathlib.Path, judged_on: str) -> dict[str, str]:
         "minutes": f"{minutes:.0f}",
         "loss": f"{sum(last) / len(last):.3f}",
     }
-    return out | {
-        f"{judged_on}_{name}": f"{scores[name][-1]:.3f}" for name in scores if name != "step"
-    }
-
-
-def _name(where: str) -> str:
-    """Of a folder `.../code_target/model`, as a run leaves it, the part that says what it is."""
-    path = pathlib.Path(where)
-    return path.parent.name if path.name == "model" else path.name
+    return out | {f"{prefix}{name}": f"{scores[name][-1]:.3f}" for name in scores if name != "step"}

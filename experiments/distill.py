@@ -192,8 +192,8 @@ def job(
 
     def export(state: TrainState, folder: pathlib.Path) -> pathlib.Path:
         path = folder / "drafter.safetensors"
-        told = card.told(of.asked, config, about, of.data)
-        says = told | _named(recipe) | card.reached(folder, "dev")
+        told = card.told(of.asked, config, f"{about}, for {setup.title(of.asked.target)}", of.data)
+        says = told | _named(recipe) | card.reached(folder, "dev_")
         shipped.save(join(state.params), ids_U, path, says)
         return path
 

@@ -18,12 +18,15 @@ class Timing:
     Attributes:
         token_ids: emitted tokens, an ending end-of-sequence token included.
         prefill_ms: time to the first token, which follows from the pass over the prompt.
-        ms_per_token: of the other tokens.
+        ms_per_token: of the other tokens, if they are decoded one by one. (What speculates does
+            more in the pass over the prompt than a call for one token shows.)
+        total_ms: all of it.
     """
 
     token_ids: tuple[int, ...]
     prefill_ms: float
     ms_per_token: float
+    total_ms: float
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -95,7 +98,8 @@ def time_greedy(
         torch.set_num_threads(before)
     if len(token_ids) < 2:
         raise ValueError(f"The text ended after {len(token_ids)} token: time another prompt.")
-    return Timing(token_ids, prefill_ms, (total_ms - prefill_ms) / (len(token_ids) - 1))
+    rest_ms = (total_ms - prefill_ms) / (len(token_ids) - 1)
+    return Timing(token_ids, prefill_ms, rest_ms, total_ms)
 
 
 def import_peers() -> tuple[Any, Any]:

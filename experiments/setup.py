@@ -53,7 +53,7 @@ def default_dtype() -> jnp.dtype:
 
 
 def find(name: str) -> pathlib.Path:
-    """Returns where a model lies: a GGUF file, a checkpoint folder, or one of ours by its name.
+    """Returns where a model lies: one of ours by its name, a GGUF file, or a checkpoint folder.
 
     Raises:
         ValueError: if there is nothing of that name.
@@ -233,9 +233,23 @@ def _load_drafter(
     return drafter.model, None
 
 
-def folders(names: Sequence[str]) -> list[pathlib.Path]:
-    """Returns where those of some drafters lie that are whole models in a folder of their own."""
-    return [path for path in map(_folder, names) if path.is_dir()]
+def readable(names: Sequence[str]) -> list[pathlib.Path]:
+    """Returns where the one drafter lies that is a whole model in a Hugging Face folder.
+
+    Nothing if there is none, or several: transformers takes one.
+    """
+    models = [name for name in names if name not in ("ngram", "none", "self")]
+    found = [path for path in map(_folder, models) if (path / "config.json").is_file()]
+    return found if len(found) == 1 else []
+
+
+def title(name: str) -> str:
+    """Returns the part of a model's path that says what it is, without suffix.
+
+    Of the folder `.../code_target/model`, as a run leaves it, that is `code_target`.
+    """
+    path = pathlib.Path(name).absolute()
+    return path.parent.name if path.name == "model" else path.stem
 
 
 def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:

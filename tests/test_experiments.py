@@ -32,6 +32,12 @@ def test_generate(tmp_path):
     ("script", "flags", "word"),
     [
         pytest.param("bench_decode", ("--only=plain",), "plain/minimal", marks=pytest.mark.slow),
+        pytest.param(
+            "bench_decode",
+            ("--only=kinds", "--drafter=ngram", "--drafter=smollm2_feature", "--tree=2,1"),
+            "ratio_geomean",
+            marks=pytest.mark.slow,
+        ),
         ("bench_verify", (), "traversal"),
         ("bench_kernels", (), "tpu, interpreted"),
         ("tune_kernels", (), "largest difference"),

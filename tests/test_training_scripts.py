@@ -126,6 +126,10 @@ def test_the_code_pair(tmp_path):
     loaded = setup.load(str(model), jnp.float32)
     files = [str(tmp_path / "drafter" / "model")]
     drafter = setup.make_drafter(files, ["2,1"], "top_k", "1,8", 1, loaded, jnp.float32)
+    for folder, figure in ((model, "held_out_loss"), (tmp_path / "drafter" / "model", "loss")):
+        assert (folder / "generation_config.json").is_file()
+        with safe_open(folder / "model.safetensors", framework="np") as file:
+            assert {"about", "command", "data", "minutes", figure} <= set(file.metadata())
     plain = toys.decode(loaded.model, toys.PLAIN, [[5, 9]], 8)
     assert toys.decode(loaded.model, drafter, [[5, 9]], 8) == plain
 

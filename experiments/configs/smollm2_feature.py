@@ -30,7 +30,7 @@ from parallel.stages import Stages
 
 LAYERS = 1
 NAME = "smollm2_feature"
-ABOUT = "one decoder layer over the target's hidden states, for SmolLM2-135M-Instruct"
+ABOUT = "one decoder layer over the target's hidden states"
 
 
 def build(asked: Arguments) -> Job:

@@ -15,7 +15,7 @@ from models.transformer import Transformer
 
 LAYERS = 3
 NAME = "smollm2_pruned"
-ABOUT = "three layers of the target and a part of its head, for SmolLM2-135M-Instruct"
+ABOUT = "three layers of the target and a part of its head"
 RECIPE = distill.Recipe(
     draft_vocab=8192,
     length=256,

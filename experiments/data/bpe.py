@@ -11,6 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from models.tokenizer import Tokenizer, load_tokenizer
 
 END = "<|endoftext|>"
+# What `trained` writes, to be copied beside other models of the same tokens.
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def trained(folder: str | os.PathLike[str], texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -19,7 +21,7 @@ def trained(folder: str | os.PathLike[str], texts: Iterable[str], vocab_size: in
     Digits stand alone, every byte is a token, and `END` ends a document.
 
     Args:
-        folder: gets `tokenizer.json` and `tokenizer_config.json`.
+        folder: gets `FILES`; the last tells other libraries which token ends a text.
         texts: what merges are counted in; not read if the folder has a tokenizer.
         vocab_size: tokens, the 256 bytes and `END` among them.
 
@@ -42,8 +44,13 @@ def trained(folder: str | os.PathLike[str], texts: Iterable[str], vocab_size: in
         )
         backend.train_from_iterator(texts, trainer)
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"eos_token": END, "add_bos_token": False}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        end = backend.token_to_id(END)
+        settings = {
+            FILES[1]: {"eos_token": END, "add_bos_token": False},
+            FILES[2]: {"eos_token_id": end, "pad_token_id": end},
+        }
+        for name, content in settings.items():
+            (folder / name).write_text(json.dumps(content), encoding="utf-8")
         temporary = folder / "tokenizer.json.tmp"
         backend.save(str(temporary))
         os.replace(temporary, folder / "tokenizer.json")
