@@ -28,6 +28,8 @@ from spec.generate import Completion, Request, generate
 from spec.metrics import Metrics, total
 from spec.tree_shapes import expansion
 
+# Longest match that n-grams look for, tokens; such a match makes them sure.
+WINDOW = int(__import__("os").environ.get("W", "8"))
 COLUMNS = ("temperature", "system", "shape", "kind", "tokens", "steps", "tokens_per_step")
 
 
@@ -60,12 +62,15 @@ class System:
         name: "n-gram", "merged tree" or "chain".
         ngram: nodes of the n-gram tree, root included; 1 for none.
         matches: continuations that the n-gram tree merges; 1 makes it a chain.
+        sure: its nodes behind a match as long as its window, the drafter's being left out if they
+            do not fit; `ngram` for no such difference.
         widths: expansion of the drafter's tree; () for none.
         children: how the drafter chooses them.
     """
 
     name: str
     ngram: int
+    sure: int
     matches: int
     widths: tuple[int, ...]
     children: Children
@@ -73,7 +78,8 @@ class System:
     @property
     def shape(self) -> str:
         """The choice that was tuned, in words."""
-        parts = [f"n-gram {self.ngram} from {self.matches}"] if self.ngram > 1 else []
+        nodes = f"{self.ngram}" if self.sure == self.ngram else f"{self.ngram} or {self.sure}"
+        parts = [f"n-gram {nodes} from {self.matches}"] if self.ngram > 1 else []
         if self.widths:
             parts.append(f"<{','.join(map(str, self.widths))}> {self.children.value}")
         return " + ".join(parts)
@@ -82,9 +88,15 @@ class System:
         """Returns the drafter."""
         members: list[Drafter] = []
         if self.ngram > 1:
-            sizes = (1, self.ngram)
             members.append(
-                NGramDrafter(min_match=1, matches=self.matches, depth=self.ngram - 1, sizes=sizes)
+                NGramDrafter(
+                    window=WINDOW,
+                    min_match=1,
+                    matches=self.matches,
+                    depth=self.sure - 1,
+                    sizes=(1, self.sure),
+                    unsure=self.ngram,
+                )
             )
         if self.widths:
             members.append(
@@ -98,7 +110,9 @@ class System:
                     setup.default_dtype(),
                 )
             )
-        return members[0] if len(members) == 1 else EnsembleDrafter(tuple(members))
+        if len(members) == 1:
+            return members[0]
+        return EnsembleDrafter(tuple(members), self.sure if self.sure > self.ngram else None)
 
 
 def expansions(size: int) -> list[tuple[int, ...]]:
@@ -114,15 +128,16 @@ def expansions(size: int) -> list[tuple[int, ...]]:
 def systems(nodes: int, draws: Sequence[Children], smoke: bool) -> list[System]:
     """Returns everything to try at `nodes` nodes, with children chosen in each of these ways."""
     top = Children.TOP_K
-    out = [System("n-gram", nodes, matches, (), top) for matches in (4, 8)]
-    out.append(System("chain", nodes, 1, (), top))
+    out = [System("n-gram", nodes, nodes, matches, (), top) for matches in (4, 8)]
+    out.append(System("chain", nodes, nodes, 1, (), top))
     for how in draws:
         # A longer chain never accepts less, so the longest is the best one.
-        out.append(System("chain", 1, 1, (1,) * (nodes - 1), how))
-        for ngram in (nodes // 4, nodes // 2, 3 * nodes // 4):
-            out.append(System("chain", ngram, 1, (1,) * (nodes - ngram), how))
+        out.append(System("chain", 1, 1, 1, (1,) * (nodes - 1), how))
+        for ngram, sure in itertools.product((nodes // 4, nodes // 2, 3 * nodes // 4), (0, nodes)):
+            sure = sure or ngram
+            out.append(System("chain", ngram, sure, 1, (1,) * (nodes - ngram), how))
             shapes = [widths for widths in expansions(nodes - ngram + 1) if widths[0] > 1]
-            out += [System("merged tree", ngram, 4, widths, how) for widths in shapes]
+            out += [System("merged tree", ngram, sure, 4, widths, how) for widths in shapes]
     if smoke:
         return [
             next(s for s in out if s.name == name) for name in dict.fromkeys(s.name for s in out)

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from models.transformer import causal_mask
-from spec.drafters import EnsembleDrafter, ModelDrafter
+from spec.drafters import EnsembleDrafter, ModelDrafter, NGramDrafter
 from spec.drafters.children import choose
 from spec.drafters.protocol import View
 from spec.draws import Children
@@ -123,6 +123,30 @@ def test_equal_paths_of_several_drafters_are_one_node():
     assert int(step.tree.valid_BN.sum()) == 5
     assert step.accepted.count_B.tolist() == [3]
     assert generate(model, drafter, [[2]], Request(3))[0].token_ids == (7, 0, 1)
+
+
+def test_a_budget_leaves_out_what_does_not_fit():
+    """The first row's lookup takes all five nodes, the second's leaves room for the other two."""
+    model = toys.chain11()
+    lookup = NGramDrafter(window=2, depth=4, sizes=(1, 5), unsure=3)
+    script = toys.scripted([(2, 7, 0), (2, 7, 0)], toys.chain(2), toys.VOCAB1, width=16)
+    prompts = [[2, 8, 4, 5, 6, 2, 8], [8, 4, 5, 3, 8]]
+    both, kept = EnsembleDrafter((lookup, script)), EnsembleDrafter((lookup, script), 5)
+    assert (both.buckets, kept.buckets) == ((1, 3, 5, 7), (1, 3, 5))
+    looked_up = [{(8, 4), (8, 4, 5), (8, 4, 5, 6), (8, 4, 5, 6, 2)}, {(8, 4), (8, 4, 5)}]
+    whole, cut = (next(trace(model, each, prompts, Request(8))).tree for each in (both, kept))
+    for row, found in enumerate(looked_up):
+        scripted = {*toys.paths(whole, row).values()} - found
+        assert len(scripted) == 3  # the root, and the two drafts of the script
+        assert {*toys.paths(cut, row).values()} - found == (scripted if row else {(8,)})
+    assert cut.size == 5
+    plain = toys.decode(model, toys.PLAIN, prompts, 20)
+    assert toys.decode(model, kept, prompts, 20) == plain
+
+
+def test_a_budget_below_one_members_nodes_is_refused():
+    with pytest.raises(ValueError, match="budget 7 is less than the 8 nodes of one member"):
+        EnsembleDrafter((NGramDrafter(), NGramDrafter()), 7)
 
 
 def test_gaps_between_ranks_are_refused_where_they_would_bias(model):

@@ -43,7 +43,7 @@ def drafts(drafter, *histories, state=None) -> list[list[tuple[int, ...]]]:
     return out
 
 
-def naive(history, window, min_match, matches, depth, size) -> list[tuple[int, ...]]:
+def naive(history, window, min_match, matches, depth, size, unsure=None) -> list[tuple[int, ...]]:
     """The documented rule, one match after another."""
     found = []
     for end in range(len(history) - 1):
@@ -58,6 +58,8 @@ def naive(history, window, min_match, matches, depth, size) -> list[tuple[int, .
         for i in range(len(after)):
             path = tuple(after[: i + 1])
             votes[path] = votes.get(path, 0) + 4**-run
+    if unsure is not None and (-window not in [run for run, _ in found]):
+        size = unsure
     # A stable sort keeps earlier matches first among equals, and dicts keep their order.
     kept = set(sorted(votes, key=lambda path: -votes[path])[: size - 1])
     return [path for path in votes if path in kept]
@@ -110,17 +112,23 @@ def test_trees_of_known_histories(history, expected):
         # No deeper than `depth`, no more drafts than fit.
         (NGramDrafter(3, 1, 4, 2, (8,)), (1, 2, 3, 4, 1), [(2,), (2, 3)]),
         (NGramDrafter(3, 1, 4, 4, (3,)), (1, 2, 3, 4, 1), [(2,), (2, 3)]),
+        # Fewer behind matches that are shorter than the window.
+        (NGramDrafter(2, 1, 4, 4, (4,), 2), (1, 2, 3, 4, 1), [(2,)]),
+        (NGramDrafter(2, 1, 4, 4, (4,), 2), (1, 2, 3, 4, 1, 2), [(3,), (3, 4), (3, 4, 1)]),
+        (NGramDrafter(2, 1, 4, 4, (4,), 1), (1, 2, 3, 4, 1), []),
     ],
 )
 def test_each_setting(drafter, history, expected):
     assert drafts(drafter, history) == [expected]
 
 
-@pytest.mark.parametrize("settings", [(3, 1, 4, 4, 8), (1, 1, 8, 3, 4), (4, 2, 3, 5, 24)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [(3, 1, 4, 4, 8), (1, 1, 8, 3, 4), (4, 2, 3, 5, 24, 3)], ids=str
+)
 def test_random_histories_follow_the_documented_rule(settings):
     """Two and three letters, so that matches of all lengths, fusions and ties are everywhere."""
-    window, min_match, matches, depth, size = settings
-    drafter = NGramDrafter(window, min_match, matches, depth, (1, size))
+    window, min_match, matches, depth, size, *unsure = settings
+    drafter = NGramDrafter(window, min_match, matches, depth, (1, size), *unsure)
     rng = np.random.default_rng(size)
     histories = [
         tuple(rng.integers(0, rng.integers(2, 4), rng.integers(1, S)).tolist()) for _ in range(256)
@@ -171,6 +179,7 @@ def test_a_padding_row_gets_the_root_alone():
         ({"sizes": (0, 4)}, "at least 1"),
         ({"sizes": (4, 1)}, "ascending"),
         ({"sizes": (4, 4)}, "ascending"),
+        ({"unsure": 9}, r"unsure 9 must lie in 1\.\.8"),
     ],
 )
 def test_settings_that_cannot_draft_are_refused(values, words):

@@ -47,7 +47,8 @@ RUNS = {
         "mss",
     ),
     "sampled and looked up, merged": (
-        EnsembleDrafter((model(Children.IID, (2, 1)), NGramDrafter())),
+        # The model is left out wherever the lookup finds more than two tokens.
+        EnsembleDrafter((NGramDrafter(sizes=(1, 6)), model(Children.IID, (2, 1))), 6),
         None,
     ),
 }

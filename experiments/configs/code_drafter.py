@@ -33,7 +33,7 @@ from spec.metrics import total
 from spec.tree_shapes import expansion
 
 ABOUT = "the drafter of code_target, 1 million parameters"
-STEPS, BATCH, LENGTH = 3000, 8, 256
+STEPS, BATCH, LENGTH = 1500, 8, 256
 
 
 @jax.jit

@@ -1,13 +1,14 @@
 """Several drafters, one tree: the merge-based construction of SpecInfer section 3."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from spec.drafters.protocol import Drafter, Step, View
-from spec.draws import Children, Draws, merge_drawn
+from spec.draws import Children, Draws, drop_invalid, merge_drawn
 from spec.tree import TokenTree
 
 
@@ -21,13 +22,30 @@ class EnsembleState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EnsembleDrafter:
-    """Merges what its members propose; nothing is truncated. Implements `Drafter`.
+    """Merges what its members propose. Implements `Drafter`.
+
+    Nothing is truncated without a budget. With one, a member whose nodes would not fit beside
+    those of the members before it is left out of the step, whole. Sampled trees count with all
+    their slots, so what is checked never depends on what was drawn, and every rule stays exact.
+    The use: a lookup that is sure of a long copy takes all nodes, a model fills up the rest of the
+    time (as SuffixDecoding's hybrid, arXiv 2411.04975, which asks one or the other).
 
     Attributes:
         members: at least two drafters; trials are made in their order.
+        budget: most nodes of a step, root included, before equal ones are merged; None for all.
     """
 
     members: tuple[Drafter, ...]
+    budget: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuses a budget that a member could never keep."""
+        largest = max(member.buckets[-1] for member in self.members)
+        if self.budget is not None and self.budget < largest:
+            raise ValueError(
+                f"budget {self.budget} is less than the {largest} nodes of one member: give at "
+                "least as many, or a smaller member."
+            )
 
     @property
     def depth(self) -> int:
@@ -36,9 +54,10 @@ class EnsembleDrafter:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Root alone, each member's largest tree, all of them together."""
+        """Root alone, each member's largest tree, the budget or all of them together."""
         sizes = [member.buckets[-1] for member in self.members]
-        return tuple(sorted({1, *sizes, 1 + sum(size - 1 for size in sizes)}))
+        most = 1 + sum(size - 1 for size in sizes)
+        return tuple(sorted({1, *sizes, most if self.budget is None else min(most, self.budget)}))
 
     @property
     def children(self) -> frozenset[Children]:
@@ -71,13 +90,35 @@ class EnsembleDrafter:
             trees.append(tree)
             drawn.append(draws)
             states.append(new)
+        if self.budget is not None:
+            trees, drawn = self._within(self.budget, trees, drawn)
         merged, draws, slot_BN = merge_drawn(trees, drawn)
+        if merged.size > self.buckets[-1]:
+            merged, draws = _first(merged, draws, self.buckets[-1])
         own_BN, base = [], 0
         for tree in trees:
             slots = jnp.concatenate([slot_BN[:, :1], slot_BN[:, base + 1 : base + tree.size]], 1)
             own_BN.append(_invert(slots, merged.size))
             base += tree.size - 1
         return merged, draws, EnsembleState(tuple(states), tuple(own_BN))
+
+    def _within(
+        self, budget: int, trees: Sequence[TokenTree], drawn: Sequence[Draws]
+    ) -> tuple[list[TokenTree], list[Draws]]:
+        """Empties the trees that do not fit, and makes padding of their draws."""
+        B = trees[0].token_BN.shape[0]
+        used_B = jnp.ones(B, jnp.int32)
+        kept: list[TokenTree] = []
+        for member, tree in zip(self.members, trees, strict=True):
+            size_B = jnp.full(B, tree.size - 1, jnp.int32)
+            if member.children == {Children.TOP_K}:
+                size_B = jnp.sum(tree.valid_BN, axis=1, dtype=jnp.int32) - 1
+            fits_B = used_B + size_B <= budget
+            used_B += jnp.where(fits_B, size_B, 0)
+            root_N = jnp.arange(tree.size, dtype=jnp.int32) == 0
+            valid_BN = tree.valid_BN & (fits_B[:, None] | root_N[None, :])
+            kept.append(dataclasses.replace(tree, valid_BN=valid_BN))
+        return kept, [drop_invalid(*pair) for pair in zip(drawn, kept, strict=True)]
 
     def observe(self, state: EnsembleState, step: Step) -> EnsembleState:
         """Tells each member what was accepted, in its own node ids; a foreign node is its N."""
@@ -88,6 +129,14 @@ class EnsembleDrafter:
             # Members see paths of their own depth; what is longer is no draft of theirs.
             states.append(member.observe(own, dataclasses.replace(step, node_BP=node_BP)))
         return EnsembleState(tuple(states), state.own_BN)
+
+
+def _first(tree: TokenTree, draws: Draws, size: int) -> tuple[TokenTree, Draws]:
+    """Cuts off slots that are padding; the draws of padding point at the last slot."""
+    child_BM, parent_BM = (
+        jnp.minimum(node_BM, size - 1) for node_BM in (draws.child_BM, draws.parent_BM)
+    )
+    return tree.first(size), dataclasses.replace(draws, child_BM=child_BM, parent_BM=parent_BM)
 
 
 def _invert(slot_BN: jax.Array, size: int) -> jax.Array:

@@ -37,7 +37,8 @@ class NGramDrafter:
     longest, the most recent first among equals, give their following tokens (at most `depth`, as
     many as there are). Equal continuations are fused; a node's weight is the sum over the matches
     through it of 4^(match length), so one longer match outweighs three shorter ones. The
-    `size - 1` heaviest drafts are kept, earlier matches first among equals.
+    `size - 1` heaviest drafts are kept, earlier matches first among equals; `unsure - 1` where no
+    match is as long as the window.
 
     Attributes:
         window: longest suffix compared, tokens.
@@ -45,6 +46,8 @@ class NGramDrafter:
         matches: continuations merged.
         depth: longest draft.
         sizes: ascending tree sizes to compile for, the last being N.
+        unsure: most nodes, root included, behind matches shorter than the window; None for N. It
+            leaves the others to drafters beside it, see `EnsembleDrafter.budget`.
     """
 
     window: int = dataclasses.field(default=4, metadata={"static": True})
@@ -52,6 +55,7 @@ class NGramDrafter:
     matches: int = dataclasses.field(default=8, metadata={"static": True})
     depth: int = dataclasses.field(default=7, metadata={"static": True})
     sizes: tuple[int, ...] = dataclasses.field(default=(1, 8), metadata={"static": True})
+    unsure: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Refuses settings that cannot draft."""
@@ -63,6 +67,10 @@ class NGramDrafter:
             )
         if sorted(set(self.sizes)) != list(self.sizes):
             raise ValueError(f"sizes {self.sizes} must be ascending.")
+        if self.unsure is not None and not 1 <= self.unsure <= self.sizes[-1]:
+            raise ValueError(
+                f"unsure {self.unsure} must lie in 1..{self.sizes[-1]}, the largest size."
+            )
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -111,8 +119,11 @@ class NGramDrafter:
         votes_BN = jnp.where(unique_BN, votes_BN, -1.0).at[:, 0].set(jnp.inf)
         size = self.buckets[-1]
         _, top_BN = jax.lax.top_k(votes_BN, min(size, chains.size))
+        sure_B1 = best_BW[:, :1] // S == self.window
+        wanted_B1 = jnp.where(sure_B1, size, size if self.unsure is None else self.unsure)
+        wanted_BN = jnp.arange(top_BN.shape[1], dtype=jnp.int32)[None, :] < wanted_B1
         row_B1 = jnp.arange(votes_BN.shape[0], dtype=jnp.int32)[:, None]
-        keep_BN = jnp.zeros(votes_BN.shape, jnp.bool_).at[row_B1, top_BN].set(True) & unique_BN
+        keep_BN = jnp.zeros(votes_BN.shape, jnp.bool_).at[row_B1, top_BN].set(wanted_BN) & unique_BN
         tree, _ = compact(chains, keep_BN, size)
         return tree, point_mass(tree), state
 
