@@ -22,14 +22,14 @@ from tqdm import tqdm
 from experiments import report, setup
 from experiments.bench_decode import RESULTS
 from experiments.prompts import load as prompt_set
-from spec.drafters import Drafter, EnsembleDrafter, NGramDrafter
+from spec.drafters import Drafter, NGramDrafter
 from spec.draws import Children
 from spec.generate import Completion, Request, generate
 from spec.metrics import Metrics, total
 from spec.tree_shapes import expansion
 
 # Longest match that n-grams look for, tokens; such a match makes them sure.
-WINDOW = int(__import__("os").environ.get("W", "8"))
+WINDOW = 8
 COLUMNS = ("temperature", "system", "shape", "kind", "tokens", "steps", "tokens_per_step")
 
 
@@ -86,33 +86,20 @@ class System:
 
     def build(self, target: setup.Loaded, drafter: str) -> Drafter:
         """Returns the drafter."""
-        members: list[Drafter] = []
-        if self.ngram > 1:
-            members.append(
-                NGramDrafter(
-                    window=WINDOW,
-                    min_match=1,
-                    matches=self.matches,
-                    depth=self.sure - 1,
-                    sizes=(1, self.sure),
-                    unsure=self.ngram,
-                )
-            )
-        if self.widths:
-            members.append(
-                setup.make_drafter(
-                    [drafter],
-                    [",".join(map(str, self.widths))],
-                    self.children.value,
-                    "1",
-                    1,
-                    target,
-                    setup.default_dtype(),
-                )
-            )
-        if len(members) == 1:
-            return members[0]
-        return EnsembleDrafter(tuple(members), self.sure if self.sure > self.ngram else None)
+        names = ["ngram"] * (self.ngram > 1) + [drafter] * bool(self.widths)
+        ngram = NGramDrafter(
+            window=WINDOW,
+            min_match=1,
+            matches=self.matches,
+            depth=max(self.sure - 1, 1),
+            sizes=(1, max(self.sure, 2)),
+            unsure=self.ngram,
+        )
+        tree = ",".join(map(str, self.widths)) or "1"
+        budget = self.sure if self.sure > self.ngram else None
+        dtype = setup.default_dtype()
+        how = self.children.value
+        return setup.make_drafter(names, [tree], how, ngram, target, dtype, budget)
 
 
 def expansions(size: int) -> list[tuple[int, ...]]:

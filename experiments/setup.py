@@ -105,6 +105,16 @@ def define_drafter_flags() -> None:
     )
     flags.DEFINE_string("ngram_sizes", "1,8", "Tree sizes of the n-gram drafter, ascending.")
     flags.DEFINE_integer("ngram_min_match", 2, "Shortest suffix match that drafts.", lower_bound=1)
+    flags.DEFINE_integer("ngram_window", 4, "Longest suffix match looked for.", lower_bound=1)
+    flags.DEFINE_integer(
+        "ngram_unsure", None, "Most n-gram nodes behind shorter matches than that.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "budget",
+        None,
+        "Most nodes of a merged tree: later drafters may be left out.",
+        lower_bound=1,
+    )
 
 
 def check_drafter_flags(args: flags.FlagValues) -> None:
@@ -120,6 +130,11 @@ def check_drafter_flags(args: flags.FlagValues) -> None:
             f"--tree and --children describe model drafters, --drafter is {args.drafter}: leave "
             "them out, or add a model drafter."
         )
+    if args.budget is not None and len(args.drafter) == 1:
+        raise ValueError(
+            f"--budget {args.budget} is shared by several drafters, --drafter is {args.drafter}: "
+            "leave it out, or add a drafter."
+        )
 
 
 def drafter_of(args: flags.FlagValues, target: Loaded, dtype: jax.typing.DTypeLike) -> Drafter:
@@ -128,10 +143,10 @@ def drafter_of(args: flags.FlagValues, target: Loaded, dtype: jax.typing.DTypeLi
         args.drafter,
         args.tree,
         args.children,
-        args.ngram_sizes,
-        args.ngram_min_match,
+        _ngram(args),
         target,
         dtype,
+        args.budget,
     )
 
 
@@ -139,10 +154,10 @@ def make_drafter(
     names: Sequence[str],
     trees: Sequence[str],
     children: str,
-    sizes: str,
-    min_match: int,
+    ngram: NGramDrafter,
     target: Loaded,
     dtype: jax.typing.DTypeLike,
+    budget: int | None = None,
 ) -> Drafter:
     """Returns the drafter that the flags describe; several names make one merged tree.
 
@@ -155,10 +170,10 @@ def make_drafter(
         trees: static expansions of the model drafters, such as "1,1,3,1": one for all, or one each
             in their order.
         children: how model drafters choose children, see `spec.draws.Children`.
-        sizes: tree sizes of the n-gram drafter, ascending, such as "1,8".
-        min_match: shortest suffix match for which it drafts, tokens.
+        ngram: what "ngram" stands for.
         target: what is drafted for.
         dtype: of drafters that have to be loaded.
+        budget: of the merged tree, see `EnsembleDrafter`.
 
     Raises:
         ValueError: for an unreadable drafter or tree, trees that do not match the drafters,
@@ -177,7 +192,7 @@ def make_drafter(
         if name == "none":
             made.append(RootDrafter())
         elif name == "ngram":
-            made.append(_ngram(sizes, min_match))
+            made.append(ngram)
         else:
             shape, vocab = next(shapes), target.tokenizer.vocab_size
             how = Children(children)
@@ -200,16 +215,23 @@ def make_drafter(
             "of them, or retrain one."
         )
     target.model.taps = reads.pop() if reads else ()
-    return made[0] if len(made) == 1 else EnsembleDrafter(tuple(made))
+    return made[0] if len(made) == 1 else EnsembleDrafter(tuple(made), budget)
 
 
-def _ngram(sizes: str, min_match: int) -> NGramDrafter:
+def _ngram(args: flags.FlagValues) -> NGramDrafter:
     try:
-        widths = tuple(int(size) for size in sizes.split(","))
+        sizes = tuple(int(size) for size in args.ngram_sizes.split(","))
     except ValueError:
-        raise ValueError(f"ngram_sizes {sizes!r}: write ascending numbers, such as 1,8.") from None
-    depth, window = max(widths[-1] - 1, 1), max(4, min_match)
-    return NGramDrafter(window=window, min_match=min_match, depth=depth, sizes=widths)
+        raise ValueError(
+            f"ngram_sizes {args.ngram_sizes!r}: write ascending numbers, such as 1,8."
+        ) from None
+    return NGramDrafter(
+        window=max(args.ngram_window, args.ngram_min_match),
+        min_match=args.ngram_min_match,
+        depth=max(sizes[-1] - 1, 1),
+        sizes=sizes,
+        unsure=args.ngram_unsure,
+    )
 
 
 def _load_drafter(

@@ -74,7 +74,7 @@ def test_the_shape_is_chosen_among_those_that_lose_on_no_kind():
         return [{"tokens_per_step": speed} for speed in speeds]
 
     def system(name, ngram):
-        return bench_drafter.System(name, ngram, 4, (), Children.TOP_K)
+        return bench_drafter.System(name, ngram, ngram, 4, (), Children.TOP_K)
 
     judged = {
         system("n-gram", 4): rows(2.0, 1.0, 1.5),

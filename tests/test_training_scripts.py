@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from experiments import make_answers, setup
 from models.checkpoint import safetensors
+from spec.drafters import NGramDrafter
 from tests import processes, toys
 from tests.test_tokenizer import CHATML, byte_level, write_folder
 
@@ -125,7 +126,7 @@ def test_the_code_pair(tmp_path):
     run("train", *flags, f"--out={tmp_path / 'drafter'}")
     loaded = setup.load(str(model), jnp.float32)
     files = [str(tmp_path / "drafter" / "model")]
-    drafter = setup.make_drafter(files, ["2,1"], "top_k", "1,8", 1, loaded, jnp.float32)
+    drafter = setup.make_drafter(files, ["2,1"], "top_k", NGramDrafter(), loaded, jnp.float32)
     for folder, figure in ((model, "held_out_loss"), (tmp_path / "drafter" / "model", "loss")):
         assert (folder / "generation_config.json").is_file()
         with safe_open(folder / "model.safetensors", framework="np") as file:
