@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import hf_baseline, minimal_loop, report, setup
+from experiments import drafting, hf_baseline, minimal_loop, report, setup
 from experiments.generate import timed
 from experiments.prompts import load as prompt_set
 from models.kv_cache import KVCache
@@ -46,7 +46,7 @@ SLOTS, CACHED = 512, 100
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
-    setup.define_drafter_flags()
+    drafting.define_flags()
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_multi_enum("only", [], ["plain", "peer", "width", "kinds"], "Some of the four.")
     flags.DEFINE_integer("pairs", 21, "Interleaved pairs of `plain` and `width`.", lower_bound=5)
@@ -300,9 +300,9 @@ def main(argv: list[str]) -> None:
     try:
         path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
         prompts = prompt_set.load(path, "eval")
-        setup.check_drafter_flags(args)
+        drafting.check_flags(args)
         target = setup.load(args.target, setup.default_dtype())
-        drafter = setup.drafter_of(args, target, setup.default_dtype())
+        drafter = drafting.from_flags(args, target, setup.default_dtype())
     except ValueError as error:
         sys.exit(f"Error: {error}")
     tokens, pairs = (8, 5) if args.smoke else (64, args.pairs)
@@ -315,7 +315,7 @@ def main(argv: list[str]) -> None:
     reserved = dataclasses.replace(request, reserve=reserve)
     long = dataclasses.replace(reserved, max_new_tokens=2 * tokens)
     chosen = prompts[:1] if args.smoke else prompts
-    readable = [setup.find(args.target), *setup.readable(args.drafter)]
+    readable = [setup.find(args.target), *drafting.readable(args.drafter)]
     jobs: dict[str, Callable[[], list[dict]]] = {
         "plain": lambda: bench_plain(target, ids[0], request, pairs),
         "peer": lambda: bench_peer(target, drafter, readable, chosen, reserved),

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import report, setup
+from experiments import drafting, report, setup
 from experiments.bench_decode import RESULTS
 from experiments.prompts import load as prompt_set
 from spec.drafters import Drafter, NGramDrafter
@@ -99,7 +99,7 @@ class System:
         budget = self.sure if self.sure > self.ngram else None
         dtype = setup.default_dtype()
         how = self.children.value
-        return setup.make_drafter(names, [tree], how, ngram, target, dtype, budget)
+        return drafting.make(names, [tree], how, ngram, target, dtype, budget)
 
 
 def expansions(size: int) -> list[tuple[int, ...]]:

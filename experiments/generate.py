@@ -18,7 +18,7 @@ import jax
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import report, setup
+from experiments import drafting, report, setup
 from experiments.plots import plot_run
 from experiments.prompts import load as prompt_set
 from spec.drafters import Drafter, RootDrafter
@@ -45,7 +45,7 @@ SAME_DRAWS = ("greedy", "naive")
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
-    setup.define_drafter_flags()
+    drafting.define_flags()
     flags.DEFINE_string("prompt", None, "One prompt to answer, instead of a set.")
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_enum("split", None, ["dev", "eval"], "Answer all prompts of a split.")
@@ -185,12 +185,12 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which accelerators are absent
     try:
         check_flags(args)
-        setup.check_drafter_flags(args)
+        drafting.check_flags(args)
         prompts = choose_prompts(args)
         dtype = setup.default_dtype()
         print(f"Loading {args.target} ({dtype}) ...", flush=True)
         target = setup.load(args.target, dtype)
-        drafter = setup.drafter_of(args, target, dtype)
+        drafter = drafting.from_flags(args, target, dtype)
         ids = setup.encode(target.tokenizer, prompts)
         budget = 16 if args.smoke else args.max_new_tokens
         request = Request(

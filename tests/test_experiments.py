@@ -58,6 +58,7 @@ def test_bad_flags():
         ("--prompts=tests",): "tests cannot be read as prompts",
         ("--out=README.md",): "--out README.md cannot be a folder",
         ("--tree=2,1",): "--tree and --children describe model drafters",
+        ("--budget=8",): "--budget 8 is shared by several drafters",
         ("--prompt=hi", "--split=dev"): "leave out --prompts and --split",
         ("--target=nowhere",): "Model 'nowhere'",
     }

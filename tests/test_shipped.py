@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 
-from experiments import setup
+from experiments import drafting, setup
 from models.checkpoint import shipped
 from models.feature import feature_model
 from models.prune import prune
@@ -114,24 +114,24 @@ def test_a_feature_model_with_the_blocks_that_it_reads(tmp_path):
     np.testing.assert_allclose(loaded.feature(states), wanted, atol=0.05 * np.abs(wanted).max())
     # By its file's name it is drafted with at once: the target hands out what it reads.
     tokens = setup.Loaded(target, SimpleNamespace(vocab_size=toys.VOCAB2))
-    made = setup.make_drafter([str(path)], ["2,1"], "top_k", NGramDrafter(), tokens, jnp.float32)
+    made = drafting.make([str(path)], ["2,1"], "top_k", NGramDrafter(), tokens, jnp.float32)
     assert target.taps == (0, 1)
     assert toys.decode(target, made, [[5, 9, 60]], 8) == toys.decode(
         target, toys.PLAIN, [[5, 9, 60]], 8
     )
-    setup.make_drafter(["none"], ["1"], "top_k", NGramDrafter(), tokens, jnp.float32)
+    drafting.make(["none"], ["1"], "top_k", NGramDrafter(), tokens, jnp.float32)
     assert target.taps == ()
     other = tmp_path / "other.safetensors"
     shipped.save(feature_model(prune(target, [1], CYCLE), nnx.Rngs(0)), CYCLE, other, {})
     model.reads = (0, 2)
     shipped.save(model, CYCLE, path, {})
     with pytest.raises(ValueError, match=r"read blocks \(0, 2\) of the target, which has 0\.\.1"):
-        setup.make_drafter([str(path)], ["2,1"], "top_k", NGramDrafter(), tokens, jnp.float32)
+        drafting.make([str(path)], ["2,1"], "top_k", NGramDrafter(), tokens, jnp.float32)
     model.reads = (0, 1)
     shipped.save(model, CYCLE, path, {})
     names = [str(path), str(other)]
     with pytest.raises(ValueError, match=r"different blocks of the target, \[\(\), \(0, 1\)\]"):
-        setup.make_drafter(names, ["2,1"], "top_k", NGramDrafter(), tokens, jnp.float32)
+        drafting.make(names, ["2,1"], "top_k", NGramDrafter(), tokens, jnp.float32)
 
 
 def test_bad_files(tmp_path, target, reduced):
@@ -160,8 +160,8 @@ def test_no_such_layer(target):
 
 def test_what_the_repository_ships():
     """Small, with a card that says what it is, and nothing of the machine it was made on."""
-    files = sorted(setup.SHIPPED.glob("*.safetensors"))
-    assert files
+    files = sorted(setup.SHIPPED.rglob("*.safetensors"))
+    assert len(files) == 3
     assert sum(path.stat().st_size for path in files) < 40e6
     for path in files:
         with safe_open(path, framework="np") as file:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors import safe_open
 
-from experiments import make_answers, setup
+from experiments import drafting, make_answers, setup
 from models.checkpoint import safetensors
 from spec.drafters import NGramDrafter
 from tests import processes, toys
@@ -126,7 +126,7 @@ def test_the_code_pair(tmp_path):
     run("train", *flags, f"--out={tmp_path / 'drafter'}")
     loaded = setup.load(str(model), jnp.float32)
     files = [str(tmp_path / "drafter" / "model")]
-    drafter = setup.make_drafter(files, ["2,1"], "top_k", NGramDrafter(), loaded, jnp.float32)
+    drafter = drafting.make(files, ["2,1"], "top_k", NGramDrafter(), loaded, jnp.float32)
     for folder, figure in ((model, "held_out_loss"), (tmp_path / "drafter" / "model", "loss")):
         assert (folder / "generation_config.json").is_file()
         with safe_open(folder / "model.safetensors", framework="np") as file:
