@@ -5,8 +5,9 @@
 At temperatures 0 and 1, systems with at most --nodes nodes a step: n-grams alone, merged trees
 of n-grams and the drafter, and chains. Of each the shape is chosen on the `dev` prompts by tokens a
 step (of trees that lose nothing to n-grams alone on any kind of prompt, if there are such), then
-measured on all `eval` prompts. Rows go to experiments/results/drafter_t*.csv. Steps are counted,
-nothing is timed: speed is what experiments.generate measures.
+measured on all `eval` prompts. Rows go to experiments/results/drafter_t*.csv, with the name of a
+--target other than the default. Steps are counted, nothing is timed: speed is what
+experiments.bench_decode measures.
 """
 
 import dataclasses
@@ -242,9 +243,11 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     try:
         target = setup.load(args.target, setup.default_dtype())
+        other = [] if args.target == setup.DEFAULT_TARGET else [setup.title(args.target)]
         for temperature in args.temperature:
             rows = bench(args, target, temperature)
-            report.write_csv(pathlib.Path(args.out) / f"drafter_t{temperature:g}.csv", rows)
+            name = "_".join(["drafter", *other, f"t{temperature:g}"])
+            report.write_csv(pathlib.Path(args.out) / f"{name}.csv", rows)
             print(report.table([row for row in rows if row["split"] == "eval"], COLUMNS))
     except ValueError as error:
         sys.exit(f"Error: {error}")
