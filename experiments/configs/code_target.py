@@ -4,9 +4,9 @@
 
 Data: Python's standard library, every 16th file held out; a tokenizer of 4,096 tokens is trained on
 the rest first. The run's folder gets `model/`, a checkpoint folder that `--target` takes. Hardware:
-one CPU core, 57 minutes for 1,200 steps (2.5 of the 3.3 million tokens): loss 3.2 nats a token in the
-last 50 steps, 4.5 on eight rows of held-out text.
-The loss was still falling: more steps are the first thing to try.
+one CPU core, 57 minutes for 1,200 steps (2.5 of the 3.3 million tokens): loss 3.2 nats a token in
+the last 50 steps, 4.5 on eight rows of held-out text. It was still falling: more steps are the
+first thing to try.
 """
 
 import pathlib
