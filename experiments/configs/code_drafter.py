@@ -85,7 +85,7 @@ def build(asked: Arguments) -> Job:
         says = card.told(asked, "code_drafter", ABOUT, data) | card.reached(out, "held_out_")
         safetensors.save(join(half), folder, says)
         for name in bpe.FILES:
-            shutil.copyfile(pathlib.Path(asked.target) / name, folder / name)
+            shutil.copyfile(setup.find(asked.target) / name, folder / name)
         return folder
 
     return Job(
