@@ -104,9 +104,9 @@ class System:
 
 
 def expansions(size: int) -> list[tuple[int, ...]]:
-    """Returns the expansions of narrowing widths (at most 6), 1 to 4 levels, of `size` nodes."""
+    """Returns the expansions of narrowing widths (at most 6), 1 to 6 levels, of `size` nodes."""
     found: list[tuple[int, ...]] = []
-    for depth in range(1, 5):
+    for depth in range(1, 7):
         for widths in itertools.combinations_with_replacement(range(6, 0, -1), depth):
             if expansion(widths).size == size:
                 found.append(widths)
