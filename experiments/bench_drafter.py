@@ -127,8 +127,9 @@ def systems(nodes: int, draws: Sequence[Children], smoke: bool) -> list[System]:
             shapes = [widths for widths in expansions(nodes - ngram + 1) if widths[0] > 1]
             out += [System("merged tree", ngram, sure, 4, widths, how) for widths in shapes]
     if smoke:
+        some = [s for s in out if s.name != "merged tree" or s.sure > s.ngram]
         return [
-            next(s for s in out if s.name == name) for name in dict.fromkeys(s.name for s in out)
+            next(s for s in some if s.name == name) for name in dict.fromkeys(s.name for s in some)
         ]
     return out
 
@@ -242,14 +243,19 @@ def main(argv: list[str]) -> None:
     args = flags.FLAGS
     logging.set_verbosity(logging.WARNING)
     try:
+        pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
+        re.compile(args.only)
+        if args.drafter in ("ngram", "none"):
+            raise ValueError(f"--drafter {args.drafter} is no model: it is compared in any case.")
         target = setup.load(args.target, setup.default_dtype())
+        drafting.make([args.drafter], ["1"], "top_k", NGramDrafter(), target, target.model.dtype)
         other = [] if args.target == setup.DEFAULT_TARGET else [setup.title(args.target)]
         for temperature in args.temperature:
             rows = bench(args, target, temperature)
             name = "_".join(["drafter", *other, f"t{temperature:g}"])
             report.write_csv(pathlib.Path(args.out) / f"{name}.csv", rows)
             print(report.table([row for row in rows if row["split"] == "eval"], COLUMNS))
-    except ValueError as error:
+    except (OSError, ValueError, re.error) as error:
         sys.exit(f"Error: {error}")
 
 

@@ -174,7 +174,7 @@ def _ngram(args: flags.FlagValues) -> NGramDrafter:
             f"ngram_sizes {args.ngram_sizes!r}: write ascending numbers, such as 1,8."
         ) from None
     return NGramDrafter(
-        window=max(args.ngram_window, args.ngram_min_match),
+        window=args.ngram_window,
         min_match=args.ngram_min_match,
         depth=max(sizes[-1] - 1, 1),
         sizes=sizes,

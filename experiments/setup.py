@@ -74,7 +74,8 @@ def title(name: str) -> str:
     Of the folder `.../code_target/model`, as a run leaves it, that is `code_target`.
     """
     path = pathlib.Path(name).absolute()
-    return path.parent.name if path.name == "model" else path.stem
+    known = path.suffix in (".gguf", ".safetensors")
+    return path.parent.name if path.name == "model" else path.stem if known else path.name
 
 
 def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:

@@ -80,7 +80,8 @@ def point_mass(tree: TokenTree) -> Draws:
 def drop_invalid(draws: Draws, tree: TokenTree) -> Draws:
     """Turns draws of invalid nodes into padding.
 
-    Exact as long as nodes are cut by their depth or position alone, never by their tokens.
+    Exact as long as nodes are cut by their depth or position alone, or all that one drafter drew
+    are, by something that no draw decides; never by their tokens.
     """
     valid_BM = jnp.take_along_axis(tree.valid_BN, draws.child_BM, axis=1)
     kind_BM = jnp.where(valid_BM, draws.kind_BM, Kind.PADDING.value)

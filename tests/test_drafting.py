@@ -13,7 +13,7 @@ from models.transformer import causal_mask
 from spec.drafters import EnsembleDrafter, ModelDrafter, NGramDrafter
 from spec.drafters.children import choose
 from spec.drafters.protocol import View
-from spec.draws import Children
+from spec.draws import Children, Kind
 from spec.generate import Request, begin, generate, trace
 from spec.tree_shapes import TreeShape, expansion
 from tests import toys
@@ -142,6 +142,39 @@ def test_a_budget_leaves_out_what_does_not_fit():
     assert cut.size == 5
     plain = toys.decode(model, toys.PLAIN, prompts, 20)
     assert toys.decode(model, kept, prompts, 20) == plain
+
+
+def test_no_draw_is_left_of_a_member_that_was_left_out(model):
+    """Its children were sampled: a trial without its node would be made with another's token."""
+    lookup = NGramDrafter(window=2, depth=5, sizes=(1, 6), unsure=2)
+    sampled = ModelDrafter(model, expansion((2, 1)), toys.VOCAB2, Children.IID)
+    drafter = EnsembleDrafter((lookup, sampled), 6)
+    prompts = [[1, 2, 3, 4, 5, 6, 1, 2], [5, 9, 3, 5]]
+    state, settings = begin(model, drafter, prompts, Request(8, temperature=1.0))
+    view = View(
+        state.root_B, state.cache.length_B, state.budget_B, state.budget_B > 0, model, state.cache,
+        settings.sampling,
+    )  # fmt: skip
+    tree, draws, _ = jax.jit(EnsembleDrafter.propose)(drafter, state.drafter, view, state.key_B)
+    kinds = [[Kind(kind) for kind in row if kind] for row in np.asarray(draws.kind_BM)[:2].tolist()]
+    assert kinds == [[Kind.POINT_MASS] * 5, [Kind.POINT_MASS, *[Kind.IID] * 4]]
+    assert tree.size == 6
+    assert int(draws.child_BM.max()) < 6
+
+
+def test_a_member_that_was_left_out_keeps_up(model):
+    """The target drafts for itself: right whenever it is asked, also after long copies."""
+    lookup = NGramDrafter(window=2, depth=5, sizes=(1, 6), unsure=1)
+    drafter = EnsembleDrafter((lookup, ModelDrafter(model, toys.chain(2), toys.VOCAB2)), 6)
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2]
+    steps = [
+        (int(step.tree.valid_BN[0].sum()), int(step.accepted.count_B[0]))
+        for step in trace(model, drafter, [prompt], Request(40))
+    ]
+    assert steps[0][0] == 6  # the lookup, and nothing else
+    asked = [count for size, count in steps[:-1] if size == 3]
+    assert len(asked) > 3
+    assert set(asked) == {3}
 
 
 def test_a_budget_below_one_members_nodes_is_refused():

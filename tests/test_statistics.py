@@ -47,8 +47,14 @@ RUNS = {
         "mss",
     ),
     "sampled and looked up, merged": (
-        # The model is left out wherever the lookup finds more than two tokens.
-        EnsembleDrafter((NGramDrafter(sizes=(1, 6)), model(Children.IID, (2, 1))), 6),
+        EnsembleDrafter((model(Children.IID, (2, 1)), NGramDrafter())),
+        None,
+    ),
+    # The model is left out where the lookup is sure of three tokens, and drafts beside one.
+    "looked up or sampled, within a budget": (
+        EnsembleDrafter(
+            (NGramDrafter(window=2, sizes=(1, 6), unsure=2), model(Children.IID, (2, 1))), 6
+        ),
         None,
     ),
 }

@@ -53,7 +53,7 @@ def prefixes(source: str, tokenizer: Tokenizer, count: int, tokens: int = 96) ->
         source: as in `texts`.
         tokenizer: counts tokens.
         count: how many; texts that are too short are left out.
-        tokens: least size of a beginning; at most about one line more.
+        tokens: least size of a beginning, counted line by line; at most about one line more.
 
     Raises:
         ValueError: if there are fewer texts of that length.

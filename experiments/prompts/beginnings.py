@@ -2,10 +2,11 @@
 
     python -m experiments.prompts.beginnings --target code_target --out out/code.jsonl
 
-By default the beginnings of the standard library's files that `train:stdlib` leaves out, each 96
-tokens and the rest of a line; every second one is a `dev` prompt. Seconds on a CPU. Files are left
-out by their number, so this is text that `code_target` has not seen only on the version of Python
-that its card names.
+By default the beginnings of the standard library's files that `train:stdlib` leaves out, about 96
+tokens each, to the end of a line; every second one is a `dev` prompt. Seconds on a CPU. Files are
+left out by their number, so this is text that `code_target` has not seen only on the version of
+Python that its card names, in a build with the same modules. Some of the files are tables of
+codecs, whose like is in the training text.
 """
 
 import json

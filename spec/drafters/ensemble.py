@@ -28,7 +28,8 @@ class EnsembleDrafter:
     those of the members before it is left out of the step, whole. Sampled trees count with all
     their slots, so what is checked never depends on what was drawn, and every rule stays exact.
     The use: a lookup that is sure of a long copy takes all nodes, a model fills up the rest of the
-    time (as SuffixDecoding's hybrid, arXiv 2411.04975, which asks one or the other).
+    time. (SuffixDecoding's hybrid, arXiv 2411.04975, asks one or the other; here the model drafts
+    in any case, so that its cache keeps up: a budget saves the target's time only.)
 
     Attributes:
         members: at least two drafters; trials are made in their order.
@@ -40,8 +41,10 @@ class EnsembleDrafter:
 
     def __post_init__(self) -> None:
         """Refuses a budget that a member could never keep."""
+        if self.budget is None:
+            return
         largest = max(member.buckets[-1] for member in self.members)
-        if self.budget is not None and self.budget < largest:
+        if self.budget < largest:
             raise ValueError(
                 f"budget {self.budget} is less than the {largest} nodes of one member: give at "
                 "least as many, or a smaller member."
@@ -111,7 +114,7 @@ class EnsembleDrafter:
         kept: list[TokenTree] = []
         for member, tree in zip(self.members, trees, strict=True):
             size_B = jnp.full(B, tree.size - 1, jnp.int32)
-            if member.children == {Children.TOP_K}:
+            if member.children <= {Children.TOP_K, Children.MERGED}:
                 size_B = jnp.sum(tree.valid_BN, axis=1, dtype=jnp.int32) - 1
             fits_B = used_B + size_B <= budget
             used_B += jnp.where(fits_B, size_B, 0)
