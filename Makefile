@@ -11,10 +11,19 @@ ONE_DEVICE := XLA_FLAGS=--xla_force_host_platform_device_count=1
 PLATFORM ?= cpu
 PYTEST := JAX_PLATFORMS=$(PLATFORM) $(BIN)/python -m pytest
 
+# What drafts in the demo: n-grams where they are sure, else the model that we trained.
+DEMO := --drafter ngram --ngram_sizes 1,8 --ngram_window 2 --ngram_unsure 1 \
+	--drafter smollm2_feature --tree 3 --budget 8
+DEMO_CODE := --target code_target --prompts out/demo_code/prompts.jsonl --split eval \
+	--drafter ngram --ngram_sizes 1,16 --ngram_window 8 --ngram_unsure 2 \
+	--drafter code_drafter --tree 1,1,1,1,1,1 --budget 16
+
 .PHONY: demo test lint lossless exact exact-smollm2 test-plans test-planner test-kernels test-aot parity bench-decode bench-verify calibrate plan-table clean
 
-demo: .venv/ready  ## A real model, six prompts, plain and by token tree: text, table, picture.
-	$(BIN)/python -m experiments.generate --out out/demo
+demo: .venv/ready  ## A real model and a small one of code, six prompts each, plain and by token tree.
+	$(BIN)/python -m experiments.generate $(DEMO) --out out/demo
+	$(BIN)/python -m experiments.prompts.beginnings --count 12 --out out/demo_code/prompts.jsonl
+	$(BIN)/python -m experiments.generate $(DEMO_CODE) --out out/demo_code
 
 test: lint  ## Format, lint, types, fast tests.
 	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal tests

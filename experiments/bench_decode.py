@@ -5,7 +5,7 @@
 1. plain    plain decoding against the minimal hand-written loop, interleaved pairs;
 2. peer     plain and speculative, against transformers' generate: plain, prompt lookup and (if a
             drafter is a model that it can read) assisted; same weights, float32, 2 threads,
-            every `eval` prompt (extra `parity`);
+            every `eval` prompt or --each of them (extra `parity`);
 3. width    a target pass over n = 1..64 nodes, against the minimal loop's pass;
 4. kinds    speculative against plain decoding, every `eval` prompt.
 
@@ -50,6 +50,7 @@ def define_flags() -> None:
     drafting.define_flags()
     flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
     flags.DEFINE_multi_enum("only", [], ["plain", "peer", "width", "kinds"], "Some of the four.")
+    flags.DEFINE_integer("each", 100, "Most prompts of a kind, `peer` and `kinds`.", lower_bound=1)
     flags.DEFINE_integer("pairs", 21, "Interleaved pairs of `plain` and `width`.", lower_bound=5)
     flags.DEFINE_string("out", str(RESULTS), "Folder for the rows.")
     flags.DEFINE_bool("smoke", False, "Few tokens, few pairs, no transformers, one prompt.")
@@ -325,7 +326,7 @@ def main(argv: list[str]) -> None:
     reserve = max(map(len, ids)) + 2 * tokens
     reserved = dataclasses.replace(request, reserve=reserve)
     long = dataclasses.replace(reserved, max_new_tokens=2 * tokens)
-    chosen = prompts[:1] if args.smoke else prompts
+    chosen = prompts[:1] if args.smoke else prompt_set.first_of_each(prompts, args.each)
     readable = [setup.find(args.target), *drafting.readable(args.drafter)]
     jobs: dict[str, Callable[[], list[dict]]] = {
         "plain": lambda: bench_plain(target, ids[0], request, pairs),

@@ -175,7 +175,9 @@ def job(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01)
     )
     optimizer = optax.partition({True: optax.set_to_zero(), False: learn}, _frozen_leaves)
-    prompts = prompt_set.one_of_each(prompt_set.load(split="dev"))[: 1 if of.asked.smoke else None]
+    prompts = prompt_set.first_of_each(prompt_set.load(split="dev"))[
+        : 1 if of.asked.smoke else None
+    ]
     ids = setup.encode(of.target.tokenizer, prompts)
     vocab = of.target.tokenizer.vocab_size
     request = Request(recipe.evaluated, eos_ids=of.target.tokenizer.eos_ids, vocab_size=vocab)

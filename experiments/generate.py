@@ -82,7 +82,7 @@ def choose_prompts(args: flags.FlagValues) -> list[prompt_set.Prompt]:
     prompts = prompt_set.load(path, args.split)
     if args.smoke:
         return prompts[:1]
-    return prompts if args.split else prompt_set.one_of_each(prompts)
+    return prompts if args.split else prompt_set.first_of_each(prompts)
 
 
 def timed(

@@ -73,16 +73,16 @@ def test_committed_prompts_are_balanced_and_distinct() -> None:
     counts = collections.Counter((prompt.kind, prompt.split) for prompt in prompts)
     assert counts == {(kind, split): 6 for kind in load.KINDS for split in ("dev", "eval")}
     assert len({prompt.text for prompt in prompts}) == len(prompts)
-    assert tuple(prompt.kind for prompt in load.one_of_each(prompts)) == load.KINDS
+    assert tuple(prompt.kind for prompt in load.first_of_each(prompts)) == load.KINDS
 
 
-def test_split_and_one_of_each_keep_file_order(tmp_path: pathlib.Path) -> None:
+def test_split_and_first_of_each_keep_file_order(tmp_path: pathlib.Path) -> None:
     path = write(
         tmp_path / "p.jsonl",
         line(id="a", kind="math") + line(id="b") + "\n" + line(id="c", split="eval") + line(id="d"),
     )
     assert [prompt.id for prompt in load.load(path, "dev")] == ["a", "b", "d"]
-    assert [prompt.id for prompt in load.one_of_each(load.load(path))] == ["a", "b"]
+    assert [prompt.id for prompt in load.first_of_each(load.load(path))] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

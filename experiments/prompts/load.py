@@ -122,9 +122,9 @@ def load(path: pathlib.Path = DEFAULT, split: str | None = None) -> list[Prompt]
     return kept
 
 
-def one_of_each(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Returns the first prompt of every kind, in order of first appearance."""
-    first: dict[str, Prompt] = {}
+def first_of_each(prompts: Iterable[Prompt], count: int = 1) -> list[Prompt]:
+    """Returns the first `count` prompts of every kind, in the order of the kinds' appearance."""
+    found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        first.setdefault(prompt.kind, prompt)
-    return list(first.values())
+        found.setdefault(prompt.kind, []).append(prompt)
+    return [prompt for same in found.values() for prompt in same[:count]]
