@@ -152,7 +152,7 @@ def check_collectives(mesh: Mesh) -> None:
             wanted["ring_gather"] = wanted["all_gather"]
             wanted["ring_scatter"] = wanted["reduce_scatter"]
         spec = PartitionSpec(names)
-        run = functools.partial(_first_of_each, names=names)
+        run = functools.partial(_one_of_each, names=names)
         mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
         for name, got in mapped(placed(x, mesh, spec)).items():
             for shard in got.addressable_shards:
@@ -163,7 +163,7 @@ def check_collectives(mesh: Mesh) -> None:
                     )
 
 
-def _first_of_each(x: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
+def _one_of_each(x: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
     mine = x[0]
     total = collectives.all_reduce(mine, flat("all_reduce", names))
     found = {
