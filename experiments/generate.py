@@ -222,7 +222,8 @@ def main(argv: list[str]) -> None:
     plot_run(out / "trees.png", prompts[best].id, steps, answers, target.tokenizer)
 
     for prompt, text in zip(prompts, texts, strict=True):
-        print(f"\n[{prompt.id}] {text[:160]}{' ...' if len(text) > 160 else ''}")
+        line = " ".join(text.split())
+        print(f"\n[{prompt.id}] {line[:160]}{' ...' if len(line) > 160 else ''}")
     print(f"\n{report.table(rows, COLUMNS)}\n")
     verdict = rows[-1]["identical"]
     if verdict == "-":
