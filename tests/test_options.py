@@ -43,6 +43,7 @@ NGRAM_CHANGES: dict[str, Any] = {
     "matches": 1,
     "depth": 3,
     "sizes": (1, 3),
+    "unsure": 1,
 }
 
 
@@ -52,8 +53,10 @@ def test_ngram_cases_are_complete():
 
 @pytest.mark.parametrize("field", NGRAM_CHANGES)
 def test_ngram(field):
-    changed = dataclasses.replace(NGRAM, **{field: NGRAM_CHANGES[field]})
-    assert proposal(changed) != proposal(NGRAM)
+    # The longest match has two tokens: only a wider window leaves the lookup unsure.
+    base = dataclasses.replace(NGRAM, window=3) if field == "unsure" else NGRAM
+    changed = dataclasses.replace(base, **{field: NGRAM_CHANGES[field]})
+    assert proposal(changed) != proposal(base)
 
 
 BASE_REQUEST: dict[str, Any] = {"max_new_tokens": 6}
