@@ -10,6 +10,7 @@ import pytest
 
 from experiments.data import sources
 from experiments.prompts import beginnings, convert, load
+from tests import processes
 from tests.test_tokenizer import byte_level, write_folder
 
 # One made-up row of every format: (format, file name, content, expected kind, split and text).
@@ -161,3 +162,11 @@ def test_beginnings_of_texts_are_prompts(tmp_path):
     assert all(row["text"].endswith("\n") for row in found)
     with pytest.raises(ValueError, match="is neither a path nor one of"):
         beginnings.prompts("held:stdlib", "nowhere", 2)
+
+
+def test_the_script_of_beginnings(tmp_path):
+    """By the shipped tokenizer, from this Python's own library."""
+    out = tmp_path / "new" / "prompts.jsonl"
+    done = processes.python("-m", "experiments.prompts.beginnings", "--smoke", f"--out={out}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [prompt.split for prompt in load.load(out)] == ["dev", "eval"]
