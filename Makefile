@@ -22,7 +22,7 @@ DEMO_CODE := --target code_target --prompts out/demo_code/prompts.jsonl --split 
 
 demo: .venv/ready  ## A real model and a small one of code, six prompts each, plain and by token tree.
 	$(BIN)/python -m experiments.generate $(DEMO) --out out/demo
-	$(BIN)/python -m experiments.prompts.beginnings --count 12 --out out/demo_code/prompts.jsonl
+	$(BIN)/python -m experiments.make_prompts --count 12 --out out/demo_code/prompts.jsonl
 	$(BIN)/python -m experiments.generate $(DEMO_CODE) --out out/demo_code
 
 test: lint  ## Format, lint, types, fast tests.
@@ -34,25 +34,25 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 lossless: .venv/ready  ## Speculation equals plain decoding: the real model and every tiny branch.
-	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_lossless_smollm2.py
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_lossless.py tests/test_half_precision.py tests/test_experiments.py tests/test_training_scripts.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/spec/test_lossless_smollm2.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/spec/test_lossless.py tests/spec/test_half_precision.py tests/experiments/test_experiments.py tests/experiments/test_training_scripts.py
 
 exact: .venv/ready  ## Every rule of verification, by enumeration and by statistics.
-	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m slow tests/test_exact.py tests/test_theorems.py tests/test_merge.py tests/test_seeds.py
-	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m slow tests/spec/test_exact.py tests/spec/test_theorems.py tests/spec/test_merge.py tests/spec/test_seeds.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/spec/test_statistics.py
 
 exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix (long).
-	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/test_statistics_smollm2.py
+	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/spec/test_statistics_smollm2.py
 
 test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipeline, a drafter (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_mesh_training.py tests/test_plans.py
-	$(PYTEST) -q -m slow tests/test_processes.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/parallel/test_mesh_training.py tests/parallel/test_plans.py
+	$(PYTEST) -q -m slow tests/parallel/test_processes.py
 
 test-planner: .venv/ready  ## More meshes for the cost model, more jobs for the planner (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/test_cost.py tests/test_schedule.py tests/test_simulate.py tests/test_step_graph.py tests/test_exact_schedule.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/parallel/planner
 
 test-kernels: .venv/ready  ## Tree attention: every shape, the TPU kernel interpreted (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/test_attention_*.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --maxschedchunk 1 -m "slow or not slow" tests/pallas_kernels
 
 test-aot: .venv/ready-aot  ## Kernels and a whole step compiled for TPUs and GPUs that are not here.
 	$(PYTEST) -q -m aot tests/aot

@@ -30,8 +30,9 @@ import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import drafting, hf_baseline, minimal_loop, report, setup
-from experiments.generate import timed
+from experiments.common import drafting, hf_baseline, minimal_loop, report, setup
+from experiments.common.report import RESULTS
+from experiments.common.timing import timed
 from experiments.prompts import load as prompt_set
 from models.kv_cache import KVCache
 from models.transformer import Transformer, causal_mask
@@ -39,7 +40,6 @@ from spec.drafters import Drafter, RootDrafter
 from spec.generate import Request, generate, round_up, warm_up
 from spec.sampling import best_token
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SLOTS, CACHED = 512, 100
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import drafting, report, setup
-from experiments.bench_decode import RESULTS
+from experiments.common import drafting, report, setup
+from experiments.common.report import RESULTS
 from experiments.prompts import load as prompt_set
 from spec.drafters import Drafter, NGramDrafter
 from spec.draws import Children

@@ -12,26 +12,18 @@ and interpreted only. Aim on an H200: 80% of the floor for S >= 8k and N <= 64.
 """
 
 import pathlib
-import statistics
 import sys
-import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 from jax.experimental.pallas import tpu as pltpu
 from tqdm import tqdm
 
-from experiments import report
+from experiments.common import kernel_cases, report
+from experiments.common.report import RESULTS
 from pallas_kernels.tree_attention import Implementation, tree_attention
 
-RESULTS = pathlib.Path(__file__).parent / "results"
-HEADS = {"llama-7b": (32, 32, 128), "llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
-NODES, SLOTS, LOOP, REPEATS = (1, 16, 64, 256), (1024, 8192, 32768), 8, 5
-# Caches that one timing walks over: four times the largest on-chip cache (H200: 60 MB).
-AT_LEAST = 256 * 2**20
 COLUMNS = (
     "heads",
     "kernel",
@@ -49,53 +41,6 @@ def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("out", str(RESULTS), "Folder for the rows.")
     flags.DEFINE_bool("smoke", False, "Tiny shapes, numerics only; the TPU kernel is interpreted.")
-
-
-def arguments(heads: tuple[int, int, int], N: int, S: int, seed: int = 0) -> tuple:
-    """Returns one row of bfloat16 arguments with a full cache and a random tree."""
-    H, K, A = heads
-    rng = np.random.default_rng(seed)
-    keys = jax.random.split(jax.random.key(seed), 5)
-    shapes = ((1, N, H, A), (1, K, S, A), (1, K, S, A), (1, N, K, A), (1, N, K, A))
-    q, k, v, tree_k, tree_v = (
-        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
-    )
-    mask = np.eye(N, dtype=bool)
-    for node in range(1, N):
-        mask[node] |= mask[rng.integers(0, node)]
-    return q, k, v, jnp.full(1, S, jnp.int32), tree_k, tree_v, jnp.asarray(mask[None])
-
-
-def error_of(out: jax.Array, args: tuple) -> float:
-    """Returns the largest error against the float32 reference, relative to the largest value."""
-    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args]
-    with jax.default_matmul_precision("highest"):
-        want, _ = tree_attention(*wide, implementation="reference")
-    return float(jnp.abs(out.astype(jnp.float32) - want).max() / jnp.abs(want).max())
-
-
-def microseconds(attend: Callable[..., jax.Array], args: tuple) -> float:
-    """Returns the median time of a call, from runs of calls that wait for each other.
-
-    Every call of a run has a cache of its own, all together more than the chip keeps.
-    """
-    q, k, v, *rest = args
-    copies = max(LOOP, -(-AT_LEAST // (k.nbytes + v.nbytes)))
-    caches = [(k + jnp.asarray(i, k.dtype), v) for i in range(copies)]
-    caches = [(k, jnp.copy(v)) for k, v in caches]
-
-    @jax.jit
-    def run(q: jax.Array, caches: list, rest: list) -> jax.Array:
-        for k, v in caches:
-            q = attend(q, k, v, *rest)
-        return q
-
-    return 1e6 / copies * median_seconds(lambda: run(q, caches, rest))
-
-
-def by(implementation: Implementation) -> Callable[..., jax.Array]:
-    """Returns one implementation's output as a function of the arguments."""
-    return lambda *args: tree_attention(*args, implementation=implementation)[0]
 
 
 def plain_xla(
@@ -128,43 +73,25 @@ def plain_xla(
     return out.reshape(B, N, H, A).astype(q_BNHA.dtype)
 
 
-def kernel_here() -> Implementation | None:
-    """Returns the kernel that this machine's accelerator runs, or None."""
-    device = jax.devices()[0]
-    if device.platform == "tpu":
-        return "tpu"
-    hopper = device.platform == "gpu" and 9 <= float(device.compute_capability) < 10
-    return "gpu" if hopper else None
-
-
-def median_seconds(call: Callable[[], jax.Array]) -> float:
-    """Returns the median of REPEATS timings after two warm-ups."""
-    times = []
-    for repeat in range(REPEATS + 2):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        if repeat >= 2:
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
 def copy_bandwidth() -> float:
     """Returns bytes read and written a second by a large copy that adds one."""
     x = jnp.zeros(2**28, jnp.float32)
     add = jax.jit(lambda x: x + 1)
-    return 2 * x.nbytes / median_seconds(lambda: add(x))
+    return 2 * x.nbytes / kernel_cases.median_seconds(lambda: add(x))
 
 
 def smoke() -> list[dict]:
     """Checks the reference, and the TPU kernel in interpret mode, on tiny shapes."""
     rows: list[dict] = []
     for N, S in ((1, 64), (5, 128)):
-        args = arguments((2, 1, 64), N, S)
+        args = kernel_cases.arguments((2, 1, 64), N, S)
         with pltpu.force_tpu_interpret_mode():
             interpreted, _ = tree_attention(*args, implementation="tpu")
         plain, _ = tree_attention(*args, implementation="reference")
         for name, out in (("reference", plain), ("tpu, interpreted", interpreted)):
-            rows.append({"kernel": name, "nodes": N, "slots": S, "error": error_of(out, args)})
+            rows.append(
+                {"kernel": name, "nodes": N, "slots": S, "error": kernel_cases.error_of(out, args)}
+            )
     return rows
 
 
@@ -173,21 +100,29 @@ def bench(kernel: Implementation | None) -> list[dict]:
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     rows = []
-    cases = [(name, N, S) for name in HEADS for S in SLOTS for N in NODES]
+    cases = [
+        (name, N, S)
+        for name in kernel_cases.HEADS
+        for S in kernel_cases.SLOTS
+        for N in kernel_cases.NODES
+    ]
     for name, N, S in tqdm(cases, desc="shapes"):
-        args = arguments(HEADS[name], N, S)
-        checked = by(kernel or "reference")
+        args = kernel_cases.arguments(kernel_cases.HEADS[name], N, S)
+        checked = kernel_cases.by(kernel or "reference")
         out = jax.jit(checked)(*args)
         floor = 1e6 * (args[1].nbytes + args[2].nbytes) / bandwidth
-        xla_us = min(microseconds(by("reference"), args), microseconds(plain_xla, args))
-        kernel_us = microseconds(checked, args) if kernel else float("nan")
+        xla_us = min(
+            kernel_cases.microseconds(kernel_cases.by("reference"), args),
+            kernel_cases.microseconds(plain_xla, args),
+        )
+        kernel_us = kernel_cases.microseconds(checked, args) if kernel else float("nan")
         rows.append(
             {
                 "heads": name,
                 "kernel": kernel or "none",
                 "nodes": N,
                 "slots": S,
-                "error": error_of(out, args),
+                "error": kernel_cases.error_of(out, args),
                 "kernel_us": kernel_us,
                 "xla_us": xla_us,
                 "floor_us": floor,
@@ -209,7 +144,7 @@ def main(argv: list[str]) -> None:
     elif jax.default_backend() == "cpu":
         sys.exit("Error: no accelerator here. Use --smoke, or run on a TPU or a GPU.")
     else:
-        rows = bench(kernel_here())
+        rows = bench(kernel_cases.kernel_here())
         report.write_csv(pathlib.Path(flags.FLAGS.out) / "kernels.csv", rows)
         print(report.table(rows, COLUMNS))
     # NaN is no error that `max` would see.

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import report
+from experiments.common import report
+from experiments.common.report import RESULTS
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, take_path
 from models.presets import preset
@@ -30,7 +31,6 @@ from spec.tree_shapes import TreeShape, expansion
 from spec.verify import RULES, Accepted, Greedy, Keys
 from spec.verify.rule import pick
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 # Two trees of 17 and 16 nodes with one root: 32 slots when merged.
 FIRST, SECOND = (
     expansion((4, 1, 1, 1)),

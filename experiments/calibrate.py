@@ -3,7 +3,7 @@
     python -m experiments.calibrate            (Linux, root, two idle cores; about five minutes)
     python -m experiments.calibrate --smoke    (any machine, not root; two processes, 15 s)
 
-Two rigs of `experiments.shaped_network`: *pair*, 2 hosts of 1 process on a link of 2 Gbit/s, and
+Two rigs of `common.shaped_network`: *pair*, 2 hosts of 1 process on a link of 2 Gbit/s, and
 *square*, 2 hosts of 2 processes, 200 Mbit/s between them. In each, case after case in every round:
 
 * calibration: products alone, whole and in chunks; all-reduce, reduce-scatter and all-gather of one
@@ -34,16 +34,16 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import report, timed_cases
-from experiments.shaped_network import HERE, Host, two_hosts
-from experiments.timed_cases import Case, Measured, Talk, Work, summed
-from parallel import cost
-from parallel.chips import Chip, Cut, Link
-from parallel.cluster import Cluster, Placement
+from experiments.common import report, timed_cases
+from experiments.common.report import RESULTS
+from experiments.common.shaped_network import HERE, Host, two_hosts
+from experiments.common.timed_cases import Case, Measured, Talk, Work, summed
 from parallel.partition import Composition, Kind
-from parallel.simulate import COMPUTE, Task, simulate
+from parallel.planner import cost
+from parallel.planner.chips import Chip, Cut, Link
+from parallel.planner.cluster import Cluster, Placement
+from parallel.planner.simulate import COMPUTE, Task, simulate
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 CUTS: tuple[Cut, ...] = ("tokens", "features", "contract")
 COLUMNS = ("rig", "case", "role", "measured", "simulated", "ratio", "sent", "simulated sent")
 TINY, TINIES, SPLIT_PRODUCTS = 8, 64, 3

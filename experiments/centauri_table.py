@@ -26,15 +26,15 @@ from typing import Any, Literal
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import plots_schedule, report
-from experiments.bench_decode import RESULTS
-from parallel.choice import Choice
-from parallel.cluster import Cluster, Placement
-from parallel.graph import build
-from parallel.predict import is_short
-from parallel.schedule import DIMENSIONS, TIERS, Planned, baselines, plan, searched
-from parallel.simulate import simulate
-from parallel.workload import Job, Model, Step
+from experiments.common import plots_schedule, report
+from experiments.common.report import RESULTS
+from parallel.planner.choice import Choice
+from parallel.planner.cluster import Cluster, Placement
+from parallel.planner.graph import build
+from parallel.planner.predict import is_short
+from parallel.planner.schedule import DIMENSIONS, TIERS, Planned, baselines, plan, searched
+from parallel.planner.simulate import simulate
+from parallel.planner.workload import Job, Model, Step
 
 TOKENS = 2048
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1; vocabulary padded to a multiple of 128 x 8) and of
@@ -207,7 +207,7 @@ def row_of(cluster: str, model: Model, hybrid: Hybrid) -> dict[str, Any] | str:
         "kind": "simulated",
         **seconds(best),
         **{name: searched(step, **some)[1].seconds for name, some in less.items()},
-        "whole": is_short(step),  # else extended from short steps, see parallel.predict
+        "whole": is_short(step),  # else extended from short steps, see parallel.planner.predict
         "recomputed": step.job.again,
         "chosen": best.name,
         "gather": str(best.choice.gather or "-"),

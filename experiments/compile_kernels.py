@@ -19,12 +19,12 @@ from absl import app, flags, logging
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
-from experiments import report
+from experiments.common import report
+from experiments.common.report import RESULTS
 from pallas_kernels.tree_attention import Implementation, gpu, tpu, tree_attention
 from pallas_kernels.tree_attention.block_sizes import DEFAULT
 from parallel.aot import gpu_devices, tpu_devices
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 MODELS = {
     "smollm2-135m": (9, 3, 64),
     "llama-7b": (32, 32, 128),

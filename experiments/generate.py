@@ -12,17 +12,16 @@ import json
 import math
 import pathlib
 import sys
-import time
 
-import jax
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import drafting, report, setup
-from experiments.plots import plot_run
+from experiments.common import drafting, report, setup
+from experiments.common.plots import plot_run
+from experiments.common.timing import per_token, timed
 from experiments.prompts import load as prompt_set
 from spec.drafters import Drafter, RootDrafter
-from spec.generate import Completion, Request, begin, finish, rule_of, trace, warm_up
+from spec.generate import Completion, Request, rule_of, trace, warm_up
 from spec.metrics import total
 from spec.sampling import GREEDY_BELOW
 from spec.verify import RULES
@@ -85,16 +84,6 @@ def choose_prompts(args: flags.FlagValues) -> list[prompt_set.Prompt]:
     return prompts if args.split else prompt_set.first_of_each(prompts)
 
 
-def timed(
-    target: setup.Loaded, drafter: Drafter, ids: list[list[int]], request: Request
-) -> tuple[list[Completion], float]:
-    """Decodes a batch; returns it with the seconds from after the prefill to the last token."""
-    state, settings = jax.block_until_ready(begin(target.model, drafter, ids, request))
-    clock = time.perf_counter()
-    done = finish(target.model, drafter, state, settings, len(ids), request)
-    return done, time.perf_counter() - clock
-
-
 def run(
     target: setup.Loaded,
     drafter: Drafter,
@@ -132,12 +121,6 @@ def run(
                 rows.append(row(prompt, b, plain_ms, grown_ms, same if comparable else None))
             answers += grown
     return rows, answers
-
-
-def per_token(done: list[Completion], seconds: float) -> float:
-    """Returns milliseconds a token; NaN if there is none."""
-    tokens = sum(len(completion.token_ids) for completion in done)
-    return 1e3 * seconds / tokens if tokens else math.nan
 
 
 def row(

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments import setup
+from experiments.common import setup
 from experiments.data import text
 from experiments.prompts import load as prompt_set
 from experiments.prompts.load import Prompt

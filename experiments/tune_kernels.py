@@ -18,7 +18,7 @@ from absl import app, flags, logging
 from jax.experimental.pallas import tpu as pltpu
 from tqdm import tqdm
 
-from experiments import bench_kernels, report
+from experiments.common import kernel_cases, report
 from pallas_kernels.tree_attention import Implementation, tree_attention
 from pallas_kernels.tree_attention.block_sizes import DEFAULT, TUNED, Blocks, Key, key_of
 
@@ -55,24 +55,24 @@ def tune(kernel: Implementation, kind: str) -> tuple[list[dict], dict[Key, Block
     best: dict[Key, Blocks] = {}
     shapes = [
         (name, N, S)
-        for name in bench_kernels.HEADS
-        for S in bench_kernels.SLOTS
-        for N in bench_kernels.NODES
+        for name in kernel_cases.HEADS
+        for S in kernel_cases.SLOTS
+        for N in kernel_cases.NODES
     ]
     for name, N, S in tqdm(shapes, desc="shapes"):
-        heads = bench_kernels.HEADS[name]
-        key, args = entry(heads, N, S, kind), bench_kernels.arguments(heads, N, S)
+        heads = kernel_cases.HEADS[name]
+        key, args = entry(heads, N, S, kind), kernel_cases.arguments(heads, N, S)
         times: dict[Blocks, float] = {}
         for blocks in CANDIDATES[kernel]:
             row = {"heads": name, "nodes": N, "slots": S, "kv": blocks.kv, "rows": blocks.rows}
             try:
-                error = bench_kernels.error_of(with_blocks(key, blocks, kernel, args), args)
+                error = kernel_cases.error_of(with_blocks(key, blocks, kernel, args), args)
             except jax.errors.JaxRuntimeError as failure:  # does not fit on this chip
                 rows.append({**row, "us": "", "note": str(failure).splitlines()[0][:80]})
                 continue
             if not error <= 2e-2:
                 raise ValueError(f"{blocks} on {name}, N = {N}, S = {S}: error {error}.")
-            times[blocks] = bench_kernels.microseconds(bench_kernels.by(kernel), args)
+            times[blocks] = kernel_cases.microseconds(kernel_cases.by(kernel), args)
             rows.append({**row, "us": times[blocks], "note": ""})
         del TUNED[key]
         if times:
@@ -84,12 +84,12 @@ def smoke() -> None:
     """Two block sizes, interpreted, on one shape."""
     heads, N, S = (2, 1, 64), 5, 128
     kind = jax.devices()[0].device_kind
-    key, args = entry(heads, N, S, kind), bench_kernels.arguments(heads, N, S)
+    key, args = entry(heads, N, S, kind), kernel_cases.arguments(heads, N, S)
     outs = []
     for blocks in (Blocks(64, 32), Blocks(128, 32)):
         with pltpu.force_tpu_interpret_mode():
             outs.append(with_blocks(key, blocks, "tpu", args))
-        print(f"{blocks}: error {bench_kernels.error_of(outs[-1], args):.1e}")
+        print(f"{blocks}: error {kernel_cases.error_of(outs[-1], args):.1e}")
     del TUNED[key]
     # Another order of sums: not equal, or the table was not read; and no more than that.
     difference = float(np.abs(np.float32(outs[0]) - np.float32(outs[1])).max())
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
     if flags.FLAGS.smoke:
         smoke()
         return
-    kernel = bench_kernels.kernel_here()
+    kernel = kernel_cases.kernel_here()
     if kernel is None:
         sys.exit("Error: no kernel for this machine. Use --smoke, or a TPU or a Hopper GPU.")
     rows, best = tune(kernel, jax.devices()[0].device_kind)

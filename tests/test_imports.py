@@ -35,6 +35,44 @@ def upward(room, source):
     return (imported(source) & ours) - MAY_IMPORT[room]
 
 
+def modules(source):
+    """Returns the dotted name of every module or member imported, wherever it stands."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def of_package(source, package):
+    """Returns what a file imports from a package, by dotted name."""
+    return {name for name in modules(source) if f"{name}.".startswith(f"{package}.")}
+
+
+def test_what_runs_never_imports_what_plans():
+    for path in (ROOT / "parallel").glob("*.py"):
+        assert not of_package(path.read_text(encoding="utf-8"), "parallel.planner"), path.name
+    assert of_package("from parallel.planner import cost", "parallel.planner")
+    assert of_package("import parallel.planner.cost", "parallel.planner")
+
+
+COMMANDS = sorted(path for path in (ROOT / "experiments").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_command(path):
+    """A file at the top of experiments/ is a command that nothing else needs."""
+    source = path.read_text(encoding="utf-8")
+    assert '"smoke"' in source
+    assert 'if __name__ == "__main__":' in source
+    assert f"python -m experiments.{path.stem}" in ast.get_docstring(ast.parse(source))
+    name = f"experiments.{path.stem}"
+    users = [other for other in FILES if of_package(other.read_text(encoding="utf-8"), name)]
+    assert not users
+
+
 def test_there_are_files():
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
 
@@ -56,7 +94,7 @@ def test_a_bad_import_is_seen():
     assert upward("models", "from spec.tree import TokenTree") == {"spec"}
     assert upward("parallel", "def f():\n    import models.config") == {"models"}
     assert upward("spec", "import pallas_kernels") == {"pallas_kernels"}
-    assert upward("experiments", "import tests.toys") == {"tests"}
+    assert upward("experiments", "import tests.common.toys") == {"tests"}
     assert not upward("spec", "import models, parallel.comm, numpy")
 
 
@@ -69,4 +107,5 @@ def test_attention_is_the_only_door_to_the_kernels():
         and "pallas_kernels" in imported(path.read_text(encoding="utf-8"))
     }
     scripts = {f"experiments/{name}_kernels.py" for name in ("bench", "compile", "tune")}
+    scripts.add("experiments/common/kernel_cases.py")
     assert doors == {"models/attention.py"} | scripts

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments import card, setup
+from experiments.common import card, setup
+from experiments.common.job import Arguments, Job
+from experiments.common.loop import LoopConfig
 from experiments.configs import code_target
 from experiments.data import bpe, sources
 from experiments.data.batches import Batches, Rows
-from experiments.loop import LoopConfig
-from experiments.train import Arguments, Job
 from models.checkpoint import safetensors
 from models.losses import Batch, Teacher
 from models.stages import join, llama_stages, split

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from experiments import card
+from experiments.common import card
+from experiments.common.job import Arguments, Job
+from experiments.common.loop import LoopConfig
 from experiments.data import bpe, sources
 from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, Document
-from experiments.loop import LoopConfig
-from experiments.train import Arguments, Job
 from models.checkpoint import safetensors
 from models.config import ModelConfig
 from models.stages import join, llama_stages, split

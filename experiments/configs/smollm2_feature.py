@@ -19,9 +19,9 @@ from typing import Any
 
 from flax import nnx
 
-from experiments import distill
+from experiments.common import distill
+from experiments.common.job import Arguments, Job
 from experiments.configs.smollm2_pruned import RECIPE
-from experiments.train import Arguments, Job
 from models.feature import FeatureModel, feature_model
 from models.losses import Batch
 from models.prune import prune

@@ -7,8 +7,8 @@ Hardware: 2 CPU cores. First the target's hidden state at every token of the dat
 forward KL. Not trained to its end yet: no number to expect.
 """
 
-from experiments import distill
-from experiments.train import Arguments, Job
+from experiments.common import distill
+from experiments.common.job import Arguments, Job
 from models.prune import prune
 from models.stages import with_teacher
 from models.transformer import Transformer

@@ -1,20 +1,20 @@
-"""Writes tests/expected/smollm2_logits.json: what transformers computes for three short prompts.
+"""Writes models/expected/smollm2_logits.json: what transformers says to three short prompts.
 
     python -m tests.parity.make_expected
 
-Half a minute on 2 cores, most of it reading the GGUF file. tests/test_expected_logits.py holds our
-model to the file without torch.
+Half a minute on 2 cores, most of it reading the GGUF file. models/test_expected_logits.py
+holds our model to the file without torch.
 """
 
 import hashlib
 import json
 import pathlib
 
-from experiments.hf_baseline import import_peers, load
+from experiments.common.hf_baseline import import_peers, load
 from models.checkpoint.gguf import packaged_smollm2
 from models.tokenizer import load_tokenizer
 
-FILE = pathlib.Path(__file__).parents[1] / "expected" / "smollm2_logits.json"
+FILE = pathlib.Path(__file__).parents[1] / "models" / "expected" / "smollm2_logits.json"
 TEXTS = ("The capital of France is", "def is_prime(n):\n    if n < 2:")
 MESSAGE = "Give three tips for staying healthy."
 # Besides the five largest logits: control tokens, frequent and rare tokens, the last of the table.

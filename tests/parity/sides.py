@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.hf_baseline import import_peers
+from experiments.common.hf_baseline import import_peers
 from models.kv_cache import KVCache, commit
 from models.prefill import prefill
 from models.transformer import Transformer, causal_mask

@@ -10,15 +10,15 @@ import random
 
 import numpy as np
 import pytest
-from sides import (
+
+from experiments.common.hf_baseline import import_peers
+from models.checkpoint import load_model, safetensors
+from tests.parity.sides import (
     ours_in_one_pass,
     ours_step_by_step,
     theirs_in_one_pass,
     theirs_step_by_step,
 )
-
-from experiments.hf_baseline import import_peers
-from models.checkpoint import load_model, safetensors
 
 pytestmark = pytest.mark.parity
 

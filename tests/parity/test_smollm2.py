@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-from sides import (
+
+from experiments.common import hf_baseline
+from experiments.prompts import load as prompt_set
+from spec.drafters import RootDrafter
+from spec.generate import Request, generate
+from tests.parity.sides import (
     ours_in_one_pass,
     ours_step_by_step,
     theirs_in_one_pass,
     theirs_step_by_step,
 )
-
-from experiments import hf_baseline
-from experiments.prompts import load as prompt_set
-from spec.drafters import RootDrafter
-from spec.generate import Request, generate
 
 pytestmark = pytest.mark.parity
 

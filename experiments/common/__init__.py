@@ -1,0 +1,1 @@
+"""What commands share; nothing here is run by itself."""

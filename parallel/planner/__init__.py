@@ -1,0 +1,1 @@
+"""What thinks about training steps: machines, costs, schedules. Imports what runs, never back."""

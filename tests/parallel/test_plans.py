@@ -1,0 +1,192 @@
+"""Plans: what is drawn at random takes the same step, what is impossible is refused."""
+
+import dataclasses
+
+import numpy as np
+import optax
+import pytest
+
+from models.stages import llama_stages, split
+from parallel.overlap import Overlap
+from parallel.partition import Composition, compositions
+from parallel.plan import BATCH, Plan
+from parallel.train import init_state, make_train_step
+from tests.common import toys
+from tests.parallel.test_mesh_training import MODEL, V, five_steps, large_then_small, mesh_of
+from tests.parallel.test_train_step import assert_close, batch
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toys.tiny(**MODEL)
+
+
+@pytest.fixture(scope="module")
+def oracle(model):
+    return five_steps(model)
+
+
+def sampled_plans(count):
+    """Meshes and plans drawn at random from everything that fits them."""
+    rng = np.random.default_rng(0)
+
+    def one_of(values):
+        return values[rng.integers(len(values))]
+
+    overlaps = [
+        Overlap.parse(text) for text in ("plain", "tokens/2", "features/4", "tokens/3", "ring")
+    ]
+    meshes = [
+        {"data": 4},
+        {"host": 2, "data": 2},
+        {"host": 2, "data": 2, "fsdp": 2},
+        {"fsdp": 4},
+        {"data": 2, "fsdp": 2},
+        {"data": 2, "tensor": 2},
+        {"fsdp": 2, "tensor": 2},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"data": 2, "pipe": 2},
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+    ]
+    for _ in range(count):
+        sizes = one_of(meshes)
+        plan = Plan(
+            column=one_of(overlaps) if "tensor" in sizes else overlaps[0],
+            row=one_of(overlaps) if "tensor" in sizes else overlaps[0],
+            order=one_of(["free", "chained"]),
+            schedule=one_of(["gpipe", "1f1b"]) if "pipe" in sizes else "gpipe",
+        )
+        scan = one_of([False, True])
+        for site, values in (
+            ("zero", [1, 2, 3]),
+            ("bucket", ["leaf", "block"]),
+            ("prefetch", [False, True]),
+            ("when", ["end", "each"]),
+        ):
+            other = dataclasses.replace(plan, **{site: one_of(values)})
+            plan = other if fits(other, sizes, scan) else plan
+        for site, kind, axes in (
+            ("gather", "all_gather", ("fsdp",)),
+            ("scatter", "reduce_scatter", ("fsdp",)),
+            ("reduce", "all_reduce", ("host", "data")),
+        ):
+            mine = {axis: sizes[axis] for axis in axes if axis in sizes}
+            if mine:
+                how = one_of(list(compositions(kind, mine, (1, 2, 3))))
+                plan = dataclasses.replace(plan, **{site: how})
+        how = {"accumulate": one_of([1, 2]), "remat": one_of([False, True])}
+        if np.prod([sizes.get(axis, 1) for axis in BATCH]) == 8:
+            how["accumulate"] = 1  # of eight sequences
+        yield sizes, plan, {**how, "scan": scan}
+
+
+def fits(plan, sizes, scan):
+    try:
+        plan.check(sizes, scan)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "plan", "how"), list(sampled_plans(200)), ids=range(200))
+def test_sampled_plans(model, oracle, sizes, plan, how):
+    """Two hundred plans take the same step."""
+    assert Plan.from_json(plan.to_json()) == plan
+    mesh, optimizer = mesh_of(sizes), large_then_small()
+    step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
+    state, metrics = step(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
+    assert_close(state.params, oracle[0], 1e-5)
+    assert_close(metrics, oracle[2], 1e-5)
+
+
+EIGHT = {"num_heads": 8, "num_kv_heads": 8}
+REFUSED = {  # HO-28
+    "6 sequences on 4 devices": ({"data": 4}, {}, 6, {}, "6 sequences does not divide into 4 dev"),
+    "micro-batches of 3": (
+        {"data": 2},
+        {"accumulate": 3},
+        8,
+        {},
+        "does not divide into 2 devices x 3",
+    ),
+    "kv heads": ({"tensor": 4}, {}, 8, {}, r"k_DKA.*axis K has 2 entries.*4 devices"),
+    "heads": ({"tensor": 4}, {}, 8, {"num_kv_heads": 6}, r"k_DKA.*axis K has 6 entries"),
+    "layers": ({"pipe": 2}, {}, 8, {"num_layers": 5}, "axis L has 5 entries.*2 devices"),
+    "vocabulary": ({"tensor": 2}, {}, 8, {"vocab_size": 97}, "axis V has 97 entries"),
+    "tokens": (
+        {"tensor": 8},
+        {},
+        8,
+        {"num_heads": 8, "num_kv_heads": 8},
+        "12 tokens do not divide",
+    ),
+    "unknown axis": ({"rows": 2}, {}, 8, {}, r"Mesh axes \('rows',\): choose of"),
+    "a site without its axis": (
+        {"data": 2},
+        {"plan": Plan(gather=Composition.parse("all_gather(fsdp)"))},
+        8,
+        {},
+        "gather = .*has no",
+    ),
+    "a wrong composition": (
+        {"data": 2},
+        {"plan": Plan(reduce=Composition.parse("reduce_scatter(data)"))},
+        8,
+        {},
+        "reduce: reduce_scatter.data. is no all_reduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_impossible_meshes_are_refused(name):
+    """One error each, before anything is compiled."""
+    sizes, how, rows, changes, message = REFUSED[name]
+    model, optimizer = toys.tiny(**{**MODEL, **changes}), optax.sgd(0.1)
+    mesh = mesh_of(sizes)
+
+    def build():
+        step = make_train_step(llama_stages(model.config), optimizer, mesh, **how)
+        step.lower(init_state(split(model), optimizer, mesh), batch(0, rows, V))
+
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes", "words"),
+    [
+        (Plan(row=Overlap.parse("ring")), {"data": 2}, "row = ring needs .* tensor"),
+        (Plan(schedule="1f1b"), {"data": 2}, "schedule = 1f1b needs .* pipe"),
+        (Plan(zero=1), {"data": 2}, "zero = 1 needs .* fsdp"),
+        (Plan(zero=1, bucket="block"), {"fsdp": 2}, "bucket = block needs .* zero = 3"),
+        (Plan(prefetch=True), {"fsdp": 2}, "prefetch = True needs .* scanned"),
+        (Plan(when="each"), {"pipe": 2}, "when = each needs no pipeline"),
+        (Plan(when="each", zero=1), {"fsdp": 2}, "when = each needs"),
+        (Plan(zero=2), {"fsdp": 2, "pipe": 2}, "say 1 or 3"),
+    ],
+)
+def test_what_nothing_would_read_is_refused(plan, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        plan.check(sizes, scan=False)
+
+
+def test_bad_plans():
+    for bad, words in (
+        ({"zero": 4}, "zero = 4"),
+        ({"bucket": "all"}, "bucket = 'all'"),
+        ({"when": "never"}, "when = 'never'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Plan(**bad)
+    for text, words in (
+        ("[]", "No plan"),
+        ("{", "No plan"),
+        ('{"speed": 9}', "its sites are"),
+        ('{"row": "spiral"}', "Plan: row: Overlap"),
+        ('{"row": 5}', "Plan: row: 5 is no text"),
+        ('{"gather": "all(x)"}', "Plan: gather"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Plan.from_json(text)
