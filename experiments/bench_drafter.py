@@ -23,6 +23,7 @@ from tqdm import tqdm
 from experiments.common import drafting, report, setup
 from experiments.common.report import RESULTS
 from experiments.prompts import load as prompt_set
+from experiments.prompts.prompt import Prompt
 from spec.drafters import Drafter, NGramDrafter
 from spec.draws import Children
 from spec.generate import Completion, Request, generate
@@ -199,11 +200,16 @@ def chosen(judged: Mapping[System, Sequence[Mapping]]) -> list[System]:
     return [*best.values()]
 
 
-def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> list[dict]:
-    """Chooses on `dev`, measures on `eval`; returns the rows of both."""
+def choose_prompts(args: flags.FlagValues) -> tuple[list[Prompt], list[Prompt]]:
+    """Returns what tunes and what is measured; a file of another's form has only the latter."""
     path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
     tuned = pathlib.Path(args.dev_prompts) if args.dev_prompts else path
-    dev, test = prompt_set.load(tuned, "dev"), prompt_set.load(path, "eval")
+    return prompt_set.load(tuned, "dev"), prompt_set.load(path, "eval")
+
+
+def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> list[dict]:
+    """Chooses on `dev`, measures on `eval`; returns the rows of both."""
+    dev, test = choose_prompts(args)
     if args.smoke:
         dev = test = dev[:2]
     tokenizer = target.tokenizer

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments import bench_drafter
 from experiments import generate as job
 from experiments.common import turns
 from experiments.common.setup import Loaded
 from experiments.data import answers
+from experiments.prompts import load
 from experiments.prompts.prompt import Message, Prompt
 from models.tokenizer import load_tokenizer
 from spec.generate import Request
@@ -83,6 +85,18 @@ def test_answers_keep_what_was_asked(tokenizer, tmp_path):
     path.write_text('{"prompt": "Hi", "answer_ids": [1], "before": [["user"]]}\n')
     with pytest.raises(ValueError, match=r"answers-000000\.jsonl:1 is no answer"):
         [*answers.read(path)]
+
+
+def test_a_file_without_dev_prompts_is_measured_and_another_tunes(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"task_id": "Toy/0", "prompt": "x ="}')
+    args = {"prompts": str(path), "dev_prompts": str(load.DEFAULT)}
+    dev, test = bench_drafter.choose_prompts(SimpleNamespace(**args))
+    assert dev == load.load(split="dev")
+    assert [prompt.id for prompt in test] == ["Toy/0"]
+    with pytest.raises(ValueError, match=r"no prompts with split 'dev'; the file has \['eval'\]"):
+        bench_drafter.choose_prompts(SimpleNamespace(**args | {"dev_prompts": None}))
+    assert bench_drafter.choose_prompts(SimpleNamespace(prompts=None, dev_prompts=None))[0] == dev
 
 
 def test_only_the_turns_asked_for(tmp_path):
