@@ -67,14 +67,32 @@ class SequenceComm:
         total_BT = lax.psum(jnp.exp(logits_BTV - top_BT[..., None]).sum(-1), self.axis)
         return top_BT + jnp.log(total_BT)
 
-    def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
-        """Sums what the device that has the label's logit finds."""
-        index_BT, mine_BT = self._own(logits_BTV.shape[2], label_BT)
-        found_BT = jnp.take_along_axis(logits_BTV, index_BT[:, :, None], axis=2)[..., 0]
-        return lax.psum(jnp.where(mine_BT, found_BT, 0), self.axis)
+    def logits_at(self, logits_BTV: jax.Array, row_BTk: jax.Array) -> jax.Array:
+        """Sums what the devices that have the rows' logits find."""
+        index_BTk, mine_BTk = self._own(logits_BTV.shape[2], row_BTk)
+        found_BTk = jnp.take_along_axis(logits_BTV, index_BTk, axis=2)
+        return lax.psum(jnp.where(mine_BTk, found_BTk, 0), self.axis)
 
-    def _own(self, rows: int, id_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def without_padding(self, logits_BTV: jax.Array, size: int) -> jax.Array:
+        """Hides what stands behind the last row on the last devices."""
+        rows = logits_BTV.shape[2]
+        if rows * lax.axis_size(self.axis) == size:
+            return logits_BTV
+        row_V = lax.axis_index(self.axis) * rows + jnp.arange(rows, dtype=jnp.int32)
+        return jnp.where(row_V[None, None] < size, logits_BTV, -jnp.inf)
+
+    def own_rows(self, x_BTV: jax.Array, rows: int) -> jax.Array:
+        """Pads and cuts."""
+        more = rows * lax.axis_size(self.axis) - x_BTV.shape[2]
+        whole = jnp.pad(x_BTV, ((0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index(self.axis) * rows, rows, axis=2)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums over devices."""
+        return lax.psum(x, self.axis)
+
+    def _own(self, rows: int, id_: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each id's place among this device's rows, and whether it has one."""
-        index_BT = id_BT - lax.axis_index(self.axis) * rows
-        mine_BT = (index_BT >= 0) & (index_BT < rows)
-        return jnp.where(mine_BT, index_BT, 0), mine_BT
+        index = id_ - lax.axis_index(self.axis) * rows
+        mine = (index >= 0) & (index < rows)
+        return jnp.where(mine, index, 0), mine

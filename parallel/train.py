@@ -21,6 +21,7 @@ from parallel.comm import LOCAL
 from parallel.hybrid import Layout, sharded_sums
 from parallel.launch import placed
 from parallel.plan import AXES, BATCH, Plan
+from parallel.seats import resting_specs, seated, unseated
 from parallel.sharding import shardings, training_specs
 from parallel.stages import Params, Stages, forward_loss
 
@@ -71,10 +72,10 @@ def init_state(
     Args:
         params: weights.
         optimizer: any optax transformation.
-        mesh: where the state lies, see `sharding.training_specs`; None for one device.
+        mesh: where the state lies, see `seats.resting_specs`; None for one device.
 
     Raises:
-        ValueError: if a weight does not divide over the mesh.
+        ValueError: if blocks do not divide over the stages of a pipeline.
     """
     zero = jnp.zeros((), jnp.int32)
     if mesh is None:
@@ -97,7 +98,7 @@ def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, 
         optimizer: whose state it holds.
         mesh: of the training.
     """
-    weights = shardings(mesh, training_specs(state.params, dict(mesh.shape)))
+    weights = shardings(mesh, resting_specs(state.params, dict(mesh.shape)))
     everywhere = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
         optimizer,
@@ -155,6 +156,7 @@ def make_train_step(
     plan = plan or Plan()
     plan.check(sizes, scan)
     devices = math.prod(sizes.get(axis, 1) for axis in BATCH)
+    seats = stages.seats(sizes["tensor"]) if "tensor" in sizes else {}
     if accumulate < 1:
         raise ValueError(f"accumulate = {accumulate} must be at least 1.")
 
@@ -179,14 +181,16 @@ def make_train_step(
         return loss, weight, gradient
 
     def mapped(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
+        params = seated(params, seats)
         specs = training_specs(params, sizes)
         layout = Layout(specs, sizes, plan, compute_dtype)
         whole = PartitionSpec()
         parts = PartitionSpec(tuple(axis for axis in BATCH if axis in sizes))
         run = functools.partial(sharded_sums, stages, layout, accumulate, remat, scan)
-        return jax.shard_map(
+        loss, weight, gradient = jax.shard_map(
             run, mesh=mesh, in_specs=(specs, parts), out_specs=(whole, whole, specs)
         )(params, batch)
+        return loss, weight, unseated(gradient, seats)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         _check_batch(batch, devices, accumulate)

@@ -110,10 +110,9 @@ REFUSED = {  # HO-28
         {},
         "does not divide into 2 devices x 3",
     ),
-    "kv heads": ({"tensor": 4}, {}, 8, {}, r"k_DKA.*axis K has 2 entries.*4 devices"),
-    "heads": ({"tensor": 4}, {}, 8, {"num_kv_heads": 6}, r"k_DKA.*axis K has 6 entries"),
+    "heads": ({"tensor": 8}, {}, 8, {}, "8 devices on the mesh axis 'tensor' for 6 query heads"),
     "layers": ({"pipe": 2}, {}, 8, {"num_layers": 5}, "axis L has 5 entries.*2 devices"),
-    "vocabulary": ({"tensor": 2}, {}, 8, {"vocab_size": 97}, "axis V has 97 entries"),
+    "vocabulary": ({"tensor": 4}, {}, 8, {"vocab_size": 3}, "4 devices .* 3 tokens of the voc"),
     "tokens": (
         {"tensor": 8},
         {},
