@@ -3,6 +3,8 @@
 Without a mesh it is the oracle of every other. On a mesh the gradient is computed under `shard_map`
 (`parallel.hybrid`), every collective named by a plan; the optimiser then updates each device's
 shards. What an optimiser needs of the whole gradient (a norm, to clip it) the compiler reduces.
+Weights whose axes do not divide over `tensor` are brought to their seats and back by the compiler
+too, once a step (`parallel.seats`).
 """
 
 import dataclasses
@@ -135,8 +137,9 @@ def make_train_step(
         stages: the model.
         optimizer: any optax transformation.
         mesh: None for one device; else axes of `plan.AXES`: the batch is split over `host`, `data`
-            and `fsdp`, weights over `fsdp`, heads, widths and vocabulary over `tensor`, blocks
-            over `pipe`. The state comes from `init_state` with the same mesh.
+            and `fsdp`, weights over `fsdp`, heads, widths and vocabulary over `tensor` (padded or
+            with copies where they do not divide, see `Stages.seats`), blocks over `pipe`. The
+            state comes from `init_state` with the same mesh.
         plan: which collective is carried out how; None for `Plan()`.
         accumulate: micro-batches a device computes one after the other.
         compute_dtype: what the weights are cast to in the forward and backward pass, such as
@@ -145,8 +148,8 @@ def make_train_step(
         scan: see `forward_loss`.
 
     Raises:
-        ValueError: for another mesh, or (at the first call) a batch that does not divide by
-            devices and micro-batches.
+        ValueError: for another mesh, more tensor ranks than the model can use, or (at the first
+            call) a batch that does not divide by devices and micro-batches.
     """
     sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is None and plan is not None:
