@@ -67,7 +67,13 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "count"), [("data=2", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.slow)]
+    ("mesh", "count"),
+    [
+        ("data=2", 2),
+        pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.slow),
+        # Six query and two key/value heads: padded, and with copies.
+        pytest.param("tensor=4", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_many_processes_give_one_curve(tmp_path, alone, mesh, count):
     for status, errors in finished(launched(tmp_path, mesh, count)):

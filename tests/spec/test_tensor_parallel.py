@@ -42,7 +42,7 @@ NINE = {"num_heads": 9, "num_kv_heads": 3}
         # The default target's heads, and one key/value head that every rank needs.
         (2, {**NINE, "attention_bias": True}),
         pytest.param(3, NINE, marks=pytest.mark.slow),
-        (4, NINE),
+        pytest.param(4, NINE, marks=pytest.mark.slow),
         pytest.param(6, NINE, marks=pytest.mark.slow),
         (3, {"num_kv_heads": 1}),
     ],
