@@ -76,7 +76,7 @@ def train(
     """
     step = make_train_step(job.stages, job.optimizer, mesh, plan, **how)
     with launch.together():
-        state = init_state(job.params, job.optimizer, mesh)
+        state = init_state(job.params, job.optimizer, mesh, plan)
         state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare, mesh)
         state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
     if jax.process_index():

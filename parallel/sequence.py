@@ -2,7 +2,8 @@
 
 Between blocks each device holds its part of the tokens (sequence parallelism, Korthikanti et al.
 2022, arXiv 2205.05198); inside, all tokens and its part of the heads or of the feed-forward width.
-Embedding table and head are split by vocabulary. How products and exchanges overlap is the plan's.
+Embedding table and head are split by vocabulary. How products and exchanges overlap, and how what
+embedding, head and loss send is composed, is the plan's.
 """
 
 import dataclasses
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from parallel.overlap import PLAIN, Overlap, gather_matmul, matmul_scatter
+from parallel import collectives
+from parallel.overlap import Overlap, gather_matmul, matmul_scatter
+from parallel.partition import Composition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +25,17 @@ class SequenceComm:
         axis: mesh axis.
         column: how column products gather their tokens.
         row: how row products reduce and scatter theirs.
+        table: how the rows that devices looked up are summed and scattered over tokens.
+        head: how tokens are gathered before the head.
+        loss: how sums over the vocabulary are added.
     """
 
-    axis: str = "tensor"
-    column: Overlap = PLAIN
-    row: Overlap = PLAIN
+    axis: str
+    column: Overlap
+    row: Overlap
+    table: Composition
+    head: Composition
+    loss: Composition
 
     def column_matmul(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """Gathers tokens and multiplies, see `overlap.gather_matmul`."""
@@ -50,11 +59,11 @@ class SequenceComm:
             )
         index_BT, mine_BT = self._own(table_VD.shape[0], token_BT)
         rows_BTD = jnp.where(mine_BT[:, :, None], table_VD[index_BT], 0)
-        return lax.psum_scatter(rows_BTD, self.axis, scatter_dimension=1, tiled=True)
+        return collectives.reduce_scatter(rows_BTD, 1, (self.axis,), self.table)
 
     def whole_sequence(self, x: jax.Array) -> jax.Array:
         """Gathers tokens; its gradient is summed and scattered."""
-        return lax.all_gather(x, self.axis, axis=1, tiled=True)
+        return collectives.all_gather(x, 1, (self.axis,), self.head)
 
     def scatter_sequence(self, x: jax.Array) -> jax.Array:
         """Cuts this device's tokens out of what all have."""
@@ -64,14 +73,15 @@ class SequenceComm:
     def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
         """Joins the parts' log-sum-exps."""
         top_BT = lax.pmax(lax.stop_gradient(logits_BTV.max(-1)), self.axis)
-        total_BT = lax.psum(jnp.exp(logits_BTV - top_BT[..., None]).sum(-1), self.axis)
+        mine_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
+        total_BT = collectives.all_reduce(mine_BT, self.loss)
         return top_BT + jnp.log(total_BT)
 
     def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
         """Sums what the device that has the label's logit finds."""
         index_BT, mine_BT = self._own(logits_BTV.shape[2], label_BT)
         found_BT = jnp.take_along_axis(logits_BTV, index_BT[:, :, None], axis=2)[..., 0]
-        return lax.psum(jnp.where(mine_BT, found_BT, 0), self.axis)
+        return collectives.all_reduce(jnp.where(mine_BT, found_BT, 0), self.loss)
 
     def _own(self, rows: int, id_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each id's place among this device's rows, and whether it has one."""
