@@ -27,6 +27,14 @@ MODEL = {"vocab_size": V, "num_layers": 4}
 # A tied table is embedded on the first stage of a pipeline and the head of the last.
 TIED = {**MODEL, "tied_embeddings": True, "attention_bias": True}
 TWO_LEVEL = Composition.parse("reduce_scatter(data) all_reduce(host) all_gather(data) /2")
+BOTH = ("host", "fsdp")
+ACROSS = Composition.parse("all_gather(host) all_gather(fsdp)")  # the slow link first, on shards
+# Every site beside the blocks, composed otherwise than by one collective.
+SITES = Plan(
+    table=Composition.parse("ring_scatter(tensor) /2"),
+    head=Composition.parse("ring_gather(tensor)"),
+    loss=Composition.parse("reduce_scatter(tensor) all_gather(tensor) /3"),
+)
 
 # Mesh, plan, how the step is composed.
 CASES = {
@@ -80,6 +88,52 @@ CASES = {
         Plan(zero=1, schedule="1f1b"),
         {"accumulate": 2},
     ),
+    "shards over two levels": (
+        {"host": 2, "fsdp": 2},
+        Plan(shard=BOTH, gather=ACROSS, scatter=ACROSS.mirrored(), bucket="block"),
+        {"scan": True},
+    ),
+    "two levels, zero 2": (
+        {"host": 2, "data": 2, "fsdp": 2},
+        Plan(
+            shard=BOTH,
+            gather=Composition.parse("ring_gather(fsdp) all_gather(host) /2"),
+            scatter=Composition.parse("ring_scatter(fsdp) reduce_scatter(host) /3"),
+            zero=2,
+            order="chained",
+        ),
+        {},
+    ),
+    "two levels x tensor, fetched ahead": (
+        {"host": 2, "fsdp": 2, "tensor": 2},
+        Plan(shard=BOTH, gather=ACROSS, prefetch=True, bucket="block"),
+        {"scan": True},
+    ),
+    "two levels x pipe": (
+        {"host": 2, "fsdp": 2, "pipe": 2},
+        Plan(shard=BOTH, scatter=ACROSS.mirrored(), zero=1),
+        {},
+    ),
+    "shards over hosts and data": (
+        {"host": 2, "data": 2},
+        Plan(shard=("host", "data"), when="each", zero=2),
+        {"accumulate": 2},
+    ),
+    "shards over hosts, replicas inside": (
+        {"host": 2, "data": 2},
+        Plan(shard=("host",), reduce=Composition.parse("reduce_scatter(data) all_gather(data)")),
+        {},
+    ),
+    "table, head, loss and sends": (
+        {"pipe": 2, "tensor": 2},
+        dataclasses.replace(SITES, send=Composition.parse("send(pipe) /3"), schedule="1f1b"),
+        {"accumulate": 2},
+    ),
+    "table, head, loss, gpipe's sends": (
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        dataclasses.replace(SITES, send=Composition.parse("send(pipe) /2")),
+        {"accumulate": 2, "scan": True},
+    ),
 }
 
 
@@ -125,7 +179,7 @@ def tied():
 def assert_same_steps(model, oracle, sizes, plan, how):
     mesh, optimizer = mesh_of(sizes), large_then_small()
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    state, metrics = step(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
+    state, metrics = step(init_state(split(model), optimizer, mesh, plan), batch(0, vocab=V))
     first, last, wanted = oracle
     assert_close(metrics, wanted, 1e-5)
     assert_close(state.params, first, 1e-5)
@@ -149,6 +203,8 @@ LATER = (
     "pipe, gpipe",
     "pipe, few micro-batches",
 )
+LATER += ("two levels x tensor, fetched ahead", "two levels x pipe", "shards over hosts and data")
+LATER += ("shards over hosts, replicas inside", "table, head, loss, gpipe's sends")
 LATER += ("hybrid sharded", "fsdp x tensor", "pipe x tensor", "fsdp x pipe", "tensor")
 
 
@@ -179,7 +235,7 @@ def adam_in_float64(model, sizes, plan, how):
         optimizer, stages, mesh = optax.adam(1e-2), llama_stages(model.config), mesh_of(sizes)
         plain = make_train_step(stages, optimizer)
         hybrid = make_train_step(stages, optimizer, mesh, plan, **how)
-        one, many = init_state(wide, optimizer), init_state(wide, optimizer, mesh)
+        one, many = init_state(wide, optimizer), init_state(wide, optimizer, mesh, plan)
         for seed in range(5):
             data = batch(seed, vocab=V)
             one, many = plain(one, data)[0], hybrid(many, data)[0]
