@@ -203,8 +203,9 @@ LATER = (
     "pipe, gpipe",
     "pipe, few micro-batches",
 )
-LATER += ("two levels x tensor, fetched ahead", "two levels x pipe", "shards over hosts and data")
-LATER += ("shards over hosts, replicas inside", "table, head, loss, gpipe's sends")
+LATER += ("two levels, zero 2", "two levels x tensor, fetched ahead", "two levels x pipe")
+LATER += ("shards over hosts and data", "shards over hosts, replicas inside")
+LATER += ("table, head, loss, gpipe's sends",)
 LATER += ("hybrid sharded", "fsdp x tensor", "pipe x tensor", "fsdp x pipe", "tensor")
 
 

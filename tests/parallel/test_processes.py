@@ -25,12 +25,20 @@ def free_port():
         return free.getsockname()[1]
 
 
-def launched(folder, mesh, count, steps=training_job.STEPS):
+def launched(folder, mesh, count, steps=training_job.STEPS, *shard):
     """Starts `count` processes of the training job, a device each."""
     job, port = ("-m", "tests.common.training_job", str(folder), mesh), free_port()
     return [
         subprocess.Popen(
-            [sys.executable, *job, f"localhost:{port}", str(count), str(number), str(steps)],
+            [
+                sys.executable,
+                *job,
+                f"localhost:{port}",
+                str(count),
+                str(number),
+                str(steps),
+                *shard,
+            ],
             cwd=processes.ROOT,
             env=processes.one_device(),
             stdout=subprocess.DEVNULL,
@@ -67,10 +75,16 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "count"), [("data=2", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.slow)]
+    ("mesh", "count", "shard"),
+    [
+        ("data=2", 2, ()),
+        pytest.param("fsdp=2,tensor=2", 4, (), marks=pytest.mark.slow),
+        pytest.param("host=2,fsdp=2", 4, ("host,fsdp",), marks=pytest.mark.slow),
+    ],
 )
-def test_many_processes_give_one_curve(tmp_path, alone, mesh, count):
-    for status, errors in finished(launched(tmp_path, mesh, count)):
+def test_many_processes_give_one_curve(tmp_path, alone, mesh, count, shard):
+    running = launched(tmp_path, mesh, count, training_job.STEPS, *shard)
+    for status, errors in finished(running):
         assert status == 0, errors[-2000:]
     close(losses(tmp_path), alone)
 
