@@ -125,6 +125,21 @@ def test_a_wrong_collective_is_seen(monkeypatch):
         launch.check_collectives(launch.make_mesh({"tensor": 2, "data": 4}))
 
 
+def test_shards_over_two_axes_are_checked(monkeypatch):
+    """A group that is neither one axis nor all of them; the first one that is wrong is named."""
+    mesh = launch.make_mesh({"host": 2, "fsdp": 2, "tensor": 2})
+    whole = launch.collectives.all_gather
+
+    def wrong(x, axis, axes, how):
+        found = whole(x, axis, axes, how)
+        return found if axes != ("host", "fsdp") else found + 1
+
+    monkeypatch.setattr(launch.collectives, "all_gather", wrong)
+    launch.check_collectives(mesh)
+    with pytest.raises(RuntimeError, match=r"all_gather over mesh axes \('host', 'fsdp'\) \(4 dev"):
+        launch.check_collectives(mesh, ("host", "fsdp"))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -180,6 +180,29 @@ def test_chunks_and_rings_are_tasks_of_their_own():
     assert found == {"reduce": 6 * (L + 2)}
 
 
+@pytest.mark.parametrize(
+    ("site", "how", "times"),
+    [
+        ("table", "ring_scatter(tensor) /3", 3),
+        ("head", "all_gather(tensor) /2", 2),
+        ("loss", "reduce_scatter(tensor) all_gather(tensor) /2", 4),
+        ("send", "send(pipe) /4", 4),
+    ],
+)
+def test_sites_beside_the_layers_are_composed(site, how, times):
+    """Forward as chosen, back as mirrored; on one link it only costs, so nobody chooses it."""
+    step, chosen = JOBS["1f1b"](), Composition.parse(how)
+    plain = [task for task in build(step, Choice()) if task.site == site]
+    tasks = [task for task in build(step, Choice(**{site: chosen})) if task.site == site]
+    assert len(tasks) == times * len(plain) > 0
+    words = {task.name.split()[-1] for task in tasks}
+    both = (chosen, chosen.mirrored()) if site in ("table", "head") else (chosen,)
+    assert words == {str(op) for each in both for op in each.ops}
+    taken = (sum(task.seconds for task in each) for each in (tasks, plain))
+    assert next(taken) > next(taken)  # chunks and rings start more often
+    assert schedule.searched(step)[0].how(site, step.wanted(site)).chunks == 1
+
+
 def fast(name):
     """A cluster whose products cost operations only, and collectives bytes only."""
     cluster = Cluster.parse(name)
