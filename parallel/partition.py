@@ -198,8 +198,8 @@ def check(kind: Kind, axes: tuple[str, ...], how: Composition) -> None:
                 refuse(op, "sends from one device what all have")
             done |= over
         elif op.primitive == "send":
-            if kind != "send" or over & done:
-                refuse(op, "passes on what the next device is not to have, or twice")
+            if kind != "send" or over != set(axes) or done:
+                refuse(op, "passes on to the next device along one axis, once: for sends only")
             done |= over
     wanted_sum = set(axes) if kind in ("all_reduce", "reduce_scatter", "reduce") else set()
     wanted_held = set(axes) if kind == "reduce_scatter" else set()

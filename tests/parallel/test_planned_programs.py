@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from models.stages import llama_stages, split
 from parallel.overlap import Overlap
-from parallel.partition import Collective, Composition
+from parallel.partition import Collective, Composition, Op
 from parallel.plan import Plan
 from parallel.planner.cluster import Cluster, Placement
 from parallel.planner.cost import traffic
@@ -158,15 +158,25 @@ def loops(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"remat": True}, {"scan": True}, {"scan": True, "prefetch": True}], ids=str
+    "how",
+    [
+        {},
+        {"remat": True},
+        {"scan": True},
+        {"scan": True, "prefetch": True},
+        {"scan": True, "prefetch": True, "shard": ("host", "fsdp")},
+    ],
+    ids=str,
 )
 def test_a_gather_of_weights_waits_for_no_product(model, how):
-    """The next block's weights can be fetched while this one is computed."""
-    mesh, optimizer = mesh_of({"fsdp": 2}), optax.sgd(0.1)
-    how = dict(how)
-    plan = Plan(prefetch=how.pop("prefetch", False))
+    """The next block's weights can be fetched while this one is computed, over both levels too."""
+    how, optimizer = dict(how), optax.sgd(0.1)
+    shard = how.pop("shard", ("fsdp",))
+    mesh = mesh_of(dict.fromkeys(shard, 2))
+    gather = Composition(tuple(Op("all_gather", (axis,)) for axis in shard))
+    plan = Plan(gather=gather, shard=shard, prefetch=how.pop("prefetch", False))
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    traced = step.trace(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
+    traced = step.trace(init_state(split(model), optimizer, mesh, plan), batch(0, vocab=V))
     found = list(gathers_in(traced.jaxpr.jaxpr))
     assert len(found) > 10
     if how.get("scan"):  # what a loop carries was gathered by the iteration before
