@@ -51,9 +51,9 @@ class Plan:
         loss: of each token's sums over the vocabulary, an all-reduce. (The maximum that is taken
             off first is one flat collective: no sum.)
         send: of activations to the next stage, and of their gradients back, in chunks.
-        shard: axes of the batch over which shards lie, outermost first. All weights, gradients and
-            state of a host are then a part of the whole if `host` is among them. Axes that the mesh
-            does not have do not count, so that by default a mesh without `fsdp` has no shards.
+        shard: axes of the batch over which shards lie together, outermost first: with ("host",
+            "fsdp") no host holds a whole copy, with ("fsdp",) each does. By default a mesh without
+            `fsdp` has no shards.
         zero: what is kept in shards while a step runs: 1 optimiser state (weights are
             gathered once, gradients scattered at the end), 2 gradients too (scattered after every
             micro-batch), 3 weights too (gathered for each block, and again in the backward pass).

@@ -360,21 +360,27 @@ def test_gradient_of_a_replicated_weight():
         assert float(metrics.loss) == 2
 
 
-def test_norm_counts_every_element_once():
-    """HO-27: gradient [3 | 4] in shards and 12 whole: 13, and clipping to 1 divides by it."""
-    rows = jnp.asarray([3.0, 4.0])
+@pytest.mark.parametrize(
+    ("shard", "rows"), [(("fsdp",), [3.0, 4.0]), (BOTH, [1.0, 2.0, 2.0, 4.0])], ids=str
+)
+def test_norm_counts_every_element_once(shard, rows):
+    """HO-27: gradient [3 | 4] or [1 | 2 | 2 | 4] in shards, 12 whole: 13; clipped to 1 over 13."""
+    devices = len(rows)
     stages = toy(
-        lambda outer, data: data["d_B"][:, None] * (rows * outer["w_D"] + 6 * outer["c"])[None]
+        lambda outer, data: (
+            data["d_B"][:, None]
+            * (jnp.asarray(rows) * outer["w_D"] + 12 / devices * outer["c"])[None]
+        )
     )
-    data = {"d_B": jnp.ones(2), "weight_B": jnp.ones(2)}
-    params = Params({"w_D": jnp.zeros(2), "c": jnp.zeros(())}, {"none_L": jnp.zeros(1)})
+    data = {"d_B": jnp.ones(devices), "weight_B": jnp.ones(devices)}
+    params = Params({"w_D": jnp.zeros(devices), "c": jnp.zeros(())}, {"none_L": jnp.zeros(1)})
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    mesh = mesh_of({"fsdp": 2})
-    state = init_state(params, optimizer, mesh)
+    mesh, plan = mesh_of(dict.fromkeys(shard, 2)), Plan(shard=shard)
+    state = init_state(params, optimizer, mesh, plan)
     assert state.params.outer["w_D"].addressable_shards[0].data.shape == (1,)
-    state, metrics = make_train_step(stages, optimizer, mesh)(state, data)
+    state, metrics = make_train_step(stages, optimizer, mesh, plan)(state, data)
     assert float(metrics.grad_norm) == pytest.approx(13)
-    np.testing.assert_allclose(state.params.outer["w_D"], [-3 / 13, -4 / 13], rtol=1e-6)
+    np.testing.assert_allclose(state.params.outer["w_D"], -np.asarray(rows) / 13, rtol=1e-6)
     np.testing.assert_allclose(state.params.outer["c"], -12 / 13, rtol=1e-6)
 
 
