@@ -54,9 +54,8 @@ class Layout:
         """What blocks talk through."""
         if "tensor" not in self.sizes:
             return LOCAL
-        plan, over = self.plan, ("tensor",)
-        table, head, loss = (plan.how(site, over) for site in ("table", "head", "loss"))
-        return SequenceComm("tensor", plan.column, plan.row, table, head, loss)
+        plan = self.plan
+        return SequenceComm("tensor", plan.column, plan.row, plan.table, plan.head, plan.loss)
 
     @property
     def shard(self) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from parallel import collectives
-from parallel.overlap import Overlap, gather_matmul, matmul_scatter
-from parallel.partition import Composition
+from parallel.overlap import PLAIN, Overlap, gather_matmul, matmul_scatter
+from parallel.partition import Composition, flat
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceComm:
-    """Implements `Comm`, under `shard_map`.
+    """Implements `Comm`, under `shard_map`; compositions that are None are one flat collective.
 
     Attributes:
         axis: mesh axis.
@@ -30,12 +30,12 @@ class SequenceComm:
         loss: how sums over the vocabulary are added.
     """
 
-    axis: str
-    column: Overlap
-    row: Overlap
-    table: Composition
-    head: Composition
-    loss: Composition
+    axis: str = "tensor"
+    column: Overlap = PLAIN
+    row: Overlap = PLAIN
+    table: Composition | None = None
+    head: Composition | None = None
+    loss: Composition | None = None
 
     def column_matmul(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """Gathers tokens and multiplies, see `overlap.gather_matmul`."""
@@ -59,11 +59,13 @@ class SequenceComm:
             )
         index_BT, mine_BT = self._own(table_VD.shape[0], token_BT)
         rows_BTD = jnp.where(mine_BT[:, :, None], table_VD[index_BT], 0)
-        return collectives.reduce_scatter(rows_BTD, 1, (self.axis,), self.table)
+        how = self.table or flat("reduce_scatter", (self.axis,))
+        return collectives.reduce_scatter(rows_BTD, 1, (self.axis,), how)
 
     def whole_sequence(self, x: jax.Array) -> jax.Array:
         """Gathers tokens; its gradient is summed and scattered."""
-        return collectives.all_gather(x, 1, (self.axis,), self.head)
+        how = self.head or flat("all_gather", (self.axis,))
+        return collectives.all_gather(x, 1, (self.axis,), how)
 
     def scatter_sequence(self, x: jax.Array) -> jax.Array:
         """Cuts this device's tokens out of what all have."""
@@ -73,15 +75,18 @@ class SequenceComm:
     def log_sum_exp(self, logits_BTV: jax.Array) -> jax.Array:
         """Joins the parts' log-sum-exps."""
         top_BT = lax.pmax(lax.stop_gradient(logits_BTV.max(-1)), self.axis)
-        mine_BT = jnp.exp(logits_BTV - top_BT[..., None]).sum(-1)
-        total_BT = collectives.all_reduce(mine_BT, self.loss)
+        total_BT = self.total(jnp.exp(logits_BTV - top_BT[..., None]).sum(-1))
         return top_BT + jnp.log(total_BT)
 
     def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
         """Sums what the device that has the label's logit finds."""
         index_BT, mine_BT = self._own(logits_BTV.shape[2], label_BT)
         found_BT = jnp.take_along_axis(logits_BTV, index_BT[:, :, None], axis=2)[..., 0]
-        return collectives.all_reduce(jnp.where(mine_BT, found_BT, 0), self.loss)
+        return self.total(jnp.where(mine_BT, found_BT, 0))
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums over devices."""
+        return collectives.all_reduce(x, self.loss or flat("all_reduce", (self.axis,)))
 
     def _own(self, rows: int, id_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each id's place among this device's rows, and whether it has one."""
