@@ -67,7 +67,10 @@ Step = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
 
 
 def init_state(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
 ) -> TrainState:
     """Returns the state before the first step. The weights are copied: a step donates its state.
 
@@ -75,6 +78,7 @@ def init_state(
         params: weights.
         optimizer: any optax transformation.
         mesh: where the state lies, see `seats.resting_specs`; None for one device.
+        plan: of the training: its `shard`; None for `Plan()`.
 
     Raises:
         ValueError: if blocks do not divide over the stages of a pipeline.
@@ -85,22 +89,29 @@ def init_state(
         return TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
     # Moments are made where they stay: no device ever holds all of them.
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params), zero, zero)
-    where = state_shardings(shapes, optimizer, mesh)
+    where = state_shardings(shapes, optimizer, mesh, plan)
     params = jax.tree.map(lambda leaf, to: placed(leaf, mesh, to.spec), params, where.params)
     opt_state = jax.jit(optimizer.init, out_shardings=where.opt_state)(params)
     counters = [placed(np.zeros((), np.int32), mesh, PartitionSpec()) for _ in range(2)]
     return TrainState(params, opt_state, *counters)
 
 
-def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+def state_shardings(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    plan: Plan | None = None,
+) -> Any:
     """Returns where every leaf of a state lies: moments with their weights, the rest everywhere.
 
     Args:
         state: arrays or shapes.
         optimizer: whose state it holds.
         mesh: of the training.
+        plan: likewise.
     """
-    weights = shardings(mesh, resting_specs(state.params, dict(mesh.shape)))
+    shard = (plan or Plan()).shard
+    weights = shardings(mesh, resting_specs(state.params, dict(mesh.shape), shard=shard))
     everywhere = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
         optimizer,
@@ -137,9 +148,9 @@ def make_train_step(
         stages: the model.
         optimizer: any optax transformation.
         mesh: None for one device; else axes of `plan.AXES`: the batch is split over `host`, `data`
-            and `fsdp`, weights over `fsdp`, heads, widths and vocabulary over `tensor` (padded or
-            with copies where they do not divide, see `Stages.seats`), blocks over `pipe`. The
-            state comes from `init_state` with the same mesh.
+            and `fsdp`, weights over the plan's `shard`, heads, widths and vocabulary over `tensor`
+            (padded or with copies where they do not divide, see `Stages.seats`), blocks over
+            `pipe`. The state comes from `init_state` with the same mesh and plan.
         plan: which collective is carried out how; None for `Plan()`.
         accumulate: micro-batches a device computes one after the other.
         compute_dtype: what the weights are cast to in the forward and backward pass, such as
@@ -185,7 +196,7 @@ def make_train_step(
 
     def mapped(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
         params = seated(params, seats)
-        specs = training_specs(params, sizes)
+        specs = training_specs(params, sizes, plan.shard)
         layout = Layout(specs, sizes, plan, compute_dtype)
         whole = PartitionSpec()
         parts = PartitionSpec(tuple(axis for axis in BATCH if axis in sizes))
@@ -218,7 +229,7 @@ def make_train_step(
             state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
         )
         if mesh is not None:  # or the compiler might move the optimiser's state elsewhere
-            where = state_shardings(taken, optimizer, mesh)
+            where = state_shardings(taken, optimizer, mesh, plan)
             taken = jax.lax.with_sharding_constraint(taken, where)
         return taken, StepMetrics(loss * share, weight, norm, finite)
 

@@ -21,6 +21,7 @@ from models.prune import prune
 from models.seats import seats_of
 from models.stages import llama_stages, split, with_teacher
 from parallel.overlap import Overlap
+from parallel.partition import Composition
 from parallel.plan import Plan
 from parallel.seats import resting_specs, seated
 from parallel.sequence import SequenceComm
@@ -61,6 +62,15 @@ MESHES = {
         {"accumulate": 2},
     ),
     "host x data x tensor": ({"host": 2, "data": 2, "tensor": 2}, Plan(), {}),
+    "host x fsdp x tensor": (
+        {"host": 2, "fsdp": 2, "tensor": 2},
+        Plan(
+            shard=("host", "fsdp"),
+            table=Composition.parse("ring_scatter(tensor)"),
+            loss=Composition.parse("reduce_scatter(tensor) all_gather(tensor)"),
+        ),
+        {},
+    ),
 }
 MORE_RANKS = {
     "tensor 3": ({"tensor": 3}, Plan(), {}),
@@ -114,7 +124,7 @@ def test_equals_one_device(which, sizes, plan, how):
     model, mesh, optimizer = model_of(which), mesh_of(sizes), large_then_small()
     assert seats_of(model.config, sizes["tensor"])
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    state, metrics = step(init_state(split(model), optimizer, mesh), batch(0))
+    state, metrics = step(init_state(split(model), optimizer, mesh, plan), batch(0))
     first, last, wanted = three_steps(which)
     assert_close(metrics, wanted, 1e-5)
     assert_close(state.params, first, 1e-5)
@@ -144,7 +154,7 @@ def test_any_optimiser_in_float64(which, sizes, plan, how):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), split(model))
         plain = make_train_step(stages, optimizer)
         hybrid = make_train_step(stages, optimizer, mesh, plan, **how)
-        one, many = init_state(wide, optimizer), init_state(wide, optimizer, mesh)
+        one, many = init_state(wide, optimizer), init_state(wide, optimizer, mesh, plan)
         for seed in range(3):
             one, many = plain(one, batch(seed))[0], hybrid(many, batch(seed))[0]
         assert_close((many.params, many.opt_state), (one.params, one.opt_state), 1e-10)
