@@ -76,7 +76,7 @@ def train(
     """
     step = make_train_step(job.stages, job.optimizer, mesh, plan, **how)
     with launch.together():
-        state = init_state(job.params, job.optimizer, mesh)
+        state = init_state(job.params, job.optimizer, mesh, plan)
         state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare, mesh)
         state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
     if jax.process_index():
@@ -95,13 +95,11 @@ def main(argv: list[str]) -> None:
     try:
         launch.start(args.coordinator, args.num_processes, args.process_id, args.detect)
         mesh = None if args.mesh is None else launch.make_mesh(launch.parse_mesh(args.mesh))
+        plan = None if args.plan is None else Plan.from_json(_text(args.plan))
         if mesh is not None:
-            launch.check_collectives(mesh)
+            launch.check_collectives(mesh, (plan or Plan()).sharded(dict(mesh.shape)))
         elif jax.process_count() > 1:
             raise ValueError(f"{jax.process_count()} processes need a --mesh, such as data=2.")
-        plan = None
-        if args.plan is not None:
-            plan = Plan.from_json(_text(args.plan))
         module = importlib.import_module(f"experiments.configs.{args.config}")
         asked = Arguments(args.target, tuple(args.data), args.init, args.steps, args.smoke, out)
         with launch.first_process_first():  # it makes tokenizers and features, the others read
