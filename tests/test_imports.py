@@ -1,4 +1,4 @@
-"""Imports go down the list of design.md, files stay small, what is public is explained."""
+"""Imports go down the list of the README, files stay small, what is public is explained."""
 
 import ast
 import pathlib

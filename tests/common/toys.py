@@ -1,4 +1,4 @@
-"""Small inputs with known answers, shared by the tests (cases.md section 1).
+"""Small inputs with known answers, shared by the tests.
 
 T1 "chain-11": a real LLaMA whose logits are a table: from t the best next token is (3t+1) mod 11,
 logit 4, the second best (3t+2) mod 11, logit 3, all others 0. Greedy cycles are
