@@ -48,7 +48,7 @@ def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
     drafting.define_flags()
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_string("prompts", None, f"{prompt_set.HELP} Of turns the first.")
     flags.DEFINE_multi_enum("only", [], ["plain", "peer", "width", "kinds"], "Some of the four.")
     flags.DEFINE_integer("each", 100, "Most prompts of a kind, `peer` and `kinds`.", lower_bound=1)
     flags.DEFINE_integer("pairs", 21, "Interleaved pairs of `plain` and `width`.", lower_bound=5)

@@ -40,7 +40,8 @@ def define_flags() -> None:
     flags.DEFINE_string("drafter", "smollm2_feature", "Shipped drafter, or a file of weights.")
     flags.DEFINE_integer("nodes", 16, "N: most nodes of a tree, root included.", lower_bound=8)
     flags.DEFINE_multi_float("temperature", [0.0, 1.0], "Repeat for several.")
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_string("prompts", None, f"{prompt_set.HELP} Of turns the first.")
+    flags.DEFINE_string("dev_prompts", None, "File whose `dev` prompts tune, if not --prompts.")
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each `eval` prompt.", lower_bound=1)
     flags.DEFINE_integer("tuned_tokens", 48, "Budget of each `dev` prompt.", lower_bound=1)
     flags.DEFINE_integer("batch", 4, "Prompts decoded together, alike in length.", lower_bound=1)
@@ -201,7 +202,8 @@ def chosen(judged: Mapping[System, Sequence[Mapping]]) -> list[System]:
 def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> list[dict]:
     """Chooses on `dev`, measures on `eval`; returns the rows of both."""
     path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
-    dev, test = (prompt_set.load(path, split) for split in ("dev", "eval"))
+    tuned = pathlib.Path(args.dev_prompts) if args.dev_prompts else path
+    dev, test = prompt_set.load(tuned, "dev"), prompt_set.load(path, "eval")
     if args.smoke:
         dev = test = dev[:2]
     tokenizer = target.tokenizer

@@ -16,7 +16,7 @@ import sys
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments.common import drafting, report, setup
+from experiments.common import drafting, report, setup, turns
 from experiments.common.plots import plot_run
 from experiments.common.timing import per_token, timed
 from experiments.prompts import load as prompt_set
@@ -46,8 +46,9 @@ def define_flags() -> None:
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
     drafting.define_flags()
     flags.DEFINE_string("prompt", None, "One prompt to answer, instead of a set.")
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
-    flags.DEFINE_enum("split", None, ["dev", "eval"], "Answer all prompts of a split.")
+    flags.DEFINE_string("prompts", None, prompt_set.HELP)
+    flags.DEFINE_enum("split", None, ["dev", "eval"], "All of a split, not one of each kind.")
+    flags.DEFINE_integer("turns", None, "Most turns of a conversation; else all.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each prompt.", lower_bound=1)
     flags.DEFINE_integer("batch", 1, "Prompts decoded together.", lower_bound=1)
     flags.DEFINE_float("temperature", 0.0, "0 decodes greedily, more samples.", lower_bound=0.0)
@@ -78,7 +79,7 @@ def choose_prompts(args: flags.FlagValues) -> list[prompt_set.Prompt]:
     if args.prompt is not None:
         return [prompt_set.Prompt("prompt", "prompt", "eval", args.prompt)]
     path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
-    prompts = prompt_set.load(path, args.split)
+    prompts = turns.cut(prompt_set.load(path, args.split), args.turns)
     if args.smoke:
         return prompts[:1]
     return prompts if args.split else prompt_set.first_of_each(prompts)
@@ -121,6 +122,32 @@ def run(
                 rows.append(row(prompt, b, plain_ms, grown_ms, same if comparable else None))
             answers += grown
     return rows, answers
+
+
+def converse(
+    target: setup.Loaded,
+    drafter: Drafter,
+    prompts: list[prompt_set.Prompt],
+    seed: int,
+    request: Request,
+    batch: int,
+) -> tuple[list[prompt_set.Prompt], list[list[int]], list[dict], list[Completion]]:
+    """Answers all prompts, then the next turns of those that have some, and so on.
+
+    Returns:
+        The prompts of all turns, their ids, and what `run` returns for them. Seeds count on.
+    """
+    asked: list[prompt_set.Prompt] = []
+    ids: list[list[int]] = []
+    rows: list[dict] = []
+    answers: list[Completion] = []
+    while prompts:
+        now = setup.encode(target.tokenizer, prompts)
+        seeds = [seed + len(asked) + i for i in range(len(now))]
+        new_rows, new = run(target, drafter, prompts, now, seeds, request, batch)
+        asked, ids, rows, answers = asked + prompts, ids + now, rows + new_rows, answers + new
+        prompts = turns.following(target.tokenizer, prompts, new)
+    return asked, ids, rows, answers
 
 
 def row(
@@ -174,8 +201,8 @@ def main(argv: list[str]) -> None:
         print(f"Loading {args.target} ({dtype}) ...", flush=True)
         target = setup.load(args.target, dtype)
         drafter = drafting.from_flags(args, target, dtype)
-        ids = setup.encode(target.tokenizer, prompts)
         budget = 16 if args.smoke else args.max_new_tokens
+        limit = target.model.config.max_positions
         request = Request(
             max_new_tokens=budget,
             eos_ids=target.tokenizer.eos_ids,
@@ -184,10 +211,11 @@ def main(argv: list[str]) -> None:
             top_k=args.top_k,
             top_p=args.top_p,
             rule=args.rule,
-            reserve=max(map(len, ids)) + budget,
+            reserve=turns.room(target.tokenizer, prompts, budget, limit),
         )
-        seeds = [args.seed + i for i in range(len(ids))]
-        rows, answers = run(target, drafter, prompts, ids, seeds, request, args.batch)
+        prompts, ids, rows, answers = converse(
+            target, drafter, prompts, args.seed, request, args.batch
+        )
     except ValueError as error:
         sys.exit(f"Error: {error}")
     rows.append(summary(rows, answers))
@@ -200,7 +228,7 @@ def main(argv: list[str]) -> None:
             file.write(json.dumps({"id": prompt.id, "text": text}, ensure_ascii=False) + "\n")
     # The picture shows the prompt whose drafts did best; its first steps are decoded once more.
     best = max(range(len(answers)), key=lambda i: answers[i].metrics.tokens_per_step)
-    same_seed = dataclasses.replace(request, seed=(seeds[best],))
+    same_seed = dataclasses.replace(request, seed=(args.seed + best,))
     steps = trace(target.model, drafter, [ids[best]], same_seed)
     plot_run(out / "trees.png", prompts[best].id, steps, answers, target.tokenizer)
 

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from experiments.common import setup
 from experiments.data import text
+from experiments.data.answers import Answer
 from experiments.prompts import load as prompt_set
-from experiments.prompts.load import Prompt
+from experiments.prompts.prompt import Prompt
 from spec.drafters import NGramDrafter
 from spec.generate import Request, generate
 
@@ -30,7 +31,7 @@ from spec.generate import Request, generate
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_string("prompts", None, f"{prompt_set.HELP} Of turns the first.")
     flags.DEFINE_integer("limit", None, "Most prompts to answer.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 160, "Budget of each answer.", lower_bound=1)
     flags.DEFINE_integer("batch", 16, "Prompts answered together.", lower_bound=1)
@@ -113,13 +114,7 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
             asked = dataclasses.replace(request, seed=tuple(args.seed + i for i in group))
             done = generate(target.model, drafter, [ids[i] for i in group], asked)
             lines = [
-                json.dumps(
-                    {
-                        "kind": prompts[i].kind,
-                        "prompt": prompts[i].text,
-                        "answer_ids": list(completion.token_ids),
-                    }
-                )
+                Answer(prompts[i], completion.token_ids).line()
                 for i, completion in zip(group, done, strict=True)
             ]
             temporary = shard.with_suffix(".tmp")
@@ -138,7 +133,8 @@ def check_same_job(
     Raises:
         ValueError: if the note at `path` says otherwise.
     """
-    asked = hashlib.sha256("\n".join(prompt.text for prompt in prompts).encode()).hexdigest()
+    texts = (repr((prompt.before, prompt.text, prompt.continued)) for prompt in prompts)
+    asked = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     job = {
         "target": args.target,
         "prompts": asked,
