@@ -3,8 +3,9 @@
     python -m experiments.generate [--prompt "..."] [--drafter ngram] [--out out/generate]
 
 Cost with the defaults (SmolLM2-135M, one prompt of each kind, 128 tokens): about a minute and a
-half on 2 CPU cores, most of it plain decoding and compilation. Writes generate.csv, trees.png and
-texts.jsonl to --out, and prints a table. Exits with status 1 if any text differs.
+half on 2 CPU cores, most of it plain decoding and compilation; run again, it finds the programs on
+disk. The target reads every prompt once, for both runs and the picture. Writes generate.csv,
+trees.png and texts.jsonl to --out, and prints a table. Exits with status 1 if any text differs.
 """
 
 import dataclasses

@@ -100,6 +100,7 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
         eos_ids=target.tokenizer.eos_ids,
         vocab_size=target.tokenizer.vocab_size,
         temperature=args.temperature,
+        compact=True,  # of many batches: what short answers save outweighs the programs
     )
     tokens = 0
     with tqdm(groups, unit="batch") as bar:
