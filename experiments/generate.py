@@ -154,7 +154,8 @@ def run(
                 reading = (len(tokens), part * read_s, part * grown.ready_s)
                 verdict = same if comparable else None
                 rows.append(row(prompt, b, reading, plain_ms, grown_ms, verdict))
-                best.append(Shown(prompt.id, b.metrics.tokens_per_step, prefilled, i, asked))
+                speed = b.metrics.tokens_per_step if b.metrics.steps else 0.0
+                best.append(Shown(prompt.id, speed, prefilled, i, asked))
                 best = [max(best, key=lambda shown: shown.tokens_per_step)]  # frees the others
             answers += grown.done
     return rows, answers, best[0]

@@ -71,7 +71,8 @@ def use_cache(folder: str | None = None) -> pathlib.Path | None:
 
     JAX's keys tell programs, jaxlib versions, XLA flags and devices apart. A folder of its own
     for each version and processor does so once more: code for one CPU may not run on another. A
-    folder that cannot be written is a warning. Nothing is ever deleted: remove the folder at will,
+    folder that cannot be written is a warning. Nothing is ever deleted: remove the folder at will
+    (a program that was written in part, on a full disk, is warned of and made anew until then),
     but let nobody else write there, for what it holds is run.
 
     Processes that this one starts do the same, as far as they call this function too.

@@ -13,7 +13,7 @@ from tests.common import toys
 from tests.spec.test_compiles import compilations
 
 # In T1 the token 4 ends the cycle of 2 after 5 tokens at most; that of 3 never meets it.
-PROMPTS = [[1], [3], [0], [2], [7, 0], [10], [4]]
+PROMPTS = [[1], [3], [7, 0], [10]]
 EOS = Request(24, (4,), vocab_size=11)
 
 
@@ -38,7 +38,7 @@ def compacted(request: Request) -> Request:
 
 def scripted():
     scripts = [(*p, *toys.chain11_greedy(p[-1], 60)) for p in PROMPTS]
-    return toys.scripted(scripts, toys.chain(4), 11, right=[0, 1, 2, 3, 4, 2, 1])
+    return toys.scripted(scripts, toys.chain(4), 11, right=[0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("how", ["greedy", "drawn"])
@@ -50,15 +50,11 @@ def test_the_same_completions(sizes, how):
         drafter = ModelDrafter(model, toys.chain(2), 11, Children.IID)
         request = dataclasses.replace(EOS, temperature=1.0, seed=5, logprobs=True)
     want = generate(model, drafter, PROMPTS, request)
-    assert sizes == [8]
+    assert sizes == [4]
     assert generate(model, drafter, PROMPTS, compacted(request)) == want
-    assert sizes[1] == 8
-    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert sizes[1:] == [4, 2, 1], "rows left one after the other"
     if how == "greedy":
         assert {done.finish_reason for done in want} == {"eos", "length"}
-        assert sizes[-1] in (1, 2), "two never end, and one drafts better than the other"
-    else:
-        assert len(set(sizes)) > 1, "some rows left"
 
 
 def test_attention_follows_the_rows(sizes):
@@ -78,16 +74,16 @@ def test_stop_strings_and_streams(sizes):
     """The host ends rows as well; a stream keeps all rows and its pace."""
     model, drafter = toys.chain11(), scripted()
     names = {i: chr(97 + i).encode() for i in range(11)}
-    request = dataclasses.replace(EOS, stop=("ah", "bz"), token_bytes=names.get)
+    request = dataclasses.replace(EOS, max_new_tokens=40, stop=("be",), token_bytes=names.get)
     want = generate(model, drafter, PROMPTS, request)
-    assert {done.finish_reason for done in want} >= {"eos", "length"}
+    assert [done.finish_reason for done in want] == ["eos", "length", "stop", "length"]
     sizes.clear()
     assert generate(model, drafter, PROMPTS, compacted(request)) == want
-    assert sizes[-1] < 8
+    assert sizes == [4, 1], "two segments"
     plain = [*stream(model, drafter, PROMPTS, request, 2)]
     sizes.clear()
     assert [*stream(model, drafter, PROMPTS, compacted(request), 2)] == plain
-    assert sizes[-1] == 2
+    assert (sizes[0], sizes[-1]) == (4, 1)
     assert plain[-1] == want
 
 
