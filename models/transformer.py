@@ -68,8 +68,9 @@ class Transformer(nnx.Module):
 
     Attributes:
         config: its sizes and constants.
-        kernel: implementation of tree attention ("reference", "tpu", "gpu"); None, the default,
-            for the platform's own. Set it to build for a GPU that is not here, or to compare.
+        kernel: implementation of tree attention, see `pallas_kernels.tree_attention`; None, the
+            default, for the platform's own. Set it to build for a GPU that is not here, or to
+            compare.
         taps: blocks whose output is handed out as well, ascending; () by default. Set it to what
             the feature drafter was trained on, see `models.feature`.
     """
