@@ -9,7 +9,7 @@ import pytest
 
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, insert, take_path
-from models.prefill import longest_chunk, prefill
+from models.prefill import chunk_of, prefill
 from models.transformer import causal_mask
 from tests.common import toys
 
@@ -123,7 +123,7 @@ def one_pass(model, token_BT):
     return out.hidden_BNID, out.tree_kv
 
 
-CHUNK = longest_chunk()
+CHUNK = chunk_of(1024)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import spec.reading
 from experiments import generate as job
 from experiments.common.setup import Loaded
 from experiments.prompts.prompt import Prompt
-from models.prefill import longest_chunk, prefill
+from models.prefill import chunk_of, prefill
 from spec.drafters import ModelDrafter, NGramDrafter, RootDrafter
 from spec.generate import Request, finish, follow, generate, start, trace, warm_up
 from spec.reading import read
 from tests.common import toys
 
-CHUNK = longest_chunk()
+CHUNK = chunk_of(1024)
 REQUEST = Request(8)
 
 
