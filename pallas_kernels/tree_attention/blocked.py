@@ -14,9 +14,9 @@ from jax import lax
 
 from pallas_kernels.tree_attention.reference import gather_pages
 
-# Slots scored at a time. Measured on 2 cores, 9 heads of 64: 16 queries are fastest in short blocks,
-# which end sooner behind the last token; 128 queries over 4,096 slots take 17.6 ms in blocks of 128
-# and 11.2 ms in blocks of 512, whose products are large enough for two threads.
+# Slots scored at a time. Measured on 2 cores, 9 heads of 64: 16 queries are fastest in short
+# blocks, which end sooner behind the last token; 128 queries over 4,096 slots take 17.6 ms in
+# blocks of 128 and 11.2 ms in blocks of 512, whose products are large enough for two threads.
 FEW, BLOCK, WIDE_BLOCK = 32, 128, 512
 
 # Running maximum [B, K, G, N, 1], sum of weights likewise, and weighted values [B, K, G, N, A].
