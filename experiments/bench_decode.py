@@ -27,17 +27,17 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import drafting, hf_baseline, minimal_loop, report, setup
+from experiments.common import command, drafting, hf_baseline, minimal_loop, report, setup
 from experiments.common.report import RESULTS
-from experiments.common.timing import timed
+from experiments.common.timing import compile_all, timed, timed_read
 from experiments.prompts import load as prompt_set
 from models.kv_cache import KVCache
 from models.transformer import Transformer, causal_mask
 from spec.drafters import Drafter, RootDrafter
-from spec.generate import Request, generate, round_up, warm_up
+from spec.generate import Request, generate, round_up
 from spec.sampling import best_token
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -255,16 +255,16 @@ def bench_kinds(
 ) -> list[dict]:
     """Times plain and speculative decoding of every prompt, in alternating order."""
     ids = setup.encode(target.tokenizer, prompts)
-    for each in (RootDrafter(), drafter):
-        warm_up(target.model, each, ids[:1], request)
+    compile_all(target, ids[:1], [(RootDrafter(), request), (drafter, request)])
     rows = []
     for i, prompt in enumerate(tqdm(prompts, desc="kinds")):
         sides = {"plain": RootDrafter(), "grown": drafter}
         runs = {}
+        prefilled, _ = timed_read(target, [ids[i]], request)
         for name in sides if i % 2 else [*sides][::-1]:
-            runs[name] = timed(target, sides[name], [ids[i]], request)
-        (plain,), plain_s = runs["plain"]
-        (grown,), grown_s = runs["grown"]
+            runs[name] = timed(target, sides[name], prefilled, request)
+        (plain,), _, plain_s = runs["plain"]
+        (grown,), _, grown_s = runs["grown"]
         rows.append(
             {
                 "prompt": prompt.id,
@@ -303,12 +303,8 @@ def by_kind(rows: list[dict]) -> list[dict]:
     return lines
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the benchmarks asked for and writes their rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     try:
         path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
         prompts = prompt_set.load(path, "eval")
@@ -350,5 +346,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -17,10 +17,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import drafting, report, setup
+from experiments.common import command, drafting, report, setup
 from experiments.common.report import RESULTS
 from experiments.prompts import load as prompt_set
 from experiments.prompts.prompt import Prompt
@@ -244,12 +244,8 @@ def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> l
     return rows
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the comparison and writes its rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     try:
         pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
         re.compile(args.only)
@@ -268,5 +264,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

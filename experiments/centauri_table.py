@@ -23,10 +23,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import plots_schedule, report
+from experiments.common import command, plots_schedule, report
 from experiments.common.report import RESULTS
 from parallel.planner.choice import Choice
 from parallel.planner.cluster import Cluster, Placement
@@ -335,12 +335,8 @@ def draw(out: pathlib.Path) -> None:
     plots_schedule.gantt(out / "gantt.png", title, shown, levels)
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Makes the table, or the pictures of one job."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     out = pathlib.Path(args.out)
     rows = out if args.smoke else pathlib.Path(args.rows)
     try:
@@ -371,5 +367,4 @@ def show(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

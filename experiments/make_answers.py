@@ -16,10 +16,10 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import setup
+from experiments.common import command, setup
 from experiments.data import text
 from experiments.data.answers import Answer
 from experiments.prompts import load as prompt_set
@@ -68,12 +68,8 @@ def library_prompts() -> Iterator[Prompt]:
                 )
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the job."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     try:
         prompts = (
             prompt_set.load(pathlib.Path(args.prompts)) if args.prompts else [*library_prompts()]
@@ -104,6 +100,7 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
         eos_ids=target.tokenizer.eos_ids,
         vocab_size=target.tokenizer.vocab_size,
         temperature=args.temperature,
+        compact=True,  # of many batches: what short answers save outweighs the programs
     )
     tokens = 0
     with tqdm(groups, unit="batch") as bar:
@@ -152,5 +149,4 @@ def check_same_job(
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -18,11 +18,11 @@ import sys
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 from jax.sharding import Mesh
 
 from experiments import configs
-from experiments.common import setup
+from experiments.common import command, setup
 from experiments.common.job import Arguments, Job
 from experiments.common.loop import columns, fit
 from experiments.common.plots import plot_curves
@@ -85,12 +85,8 @@ def train(
     return job.export(state, out)
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the job."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     out = pathlib.Path(args.out or f"out/train/{args.config}")
     try:
         launch.start(args.coordinator, args.num_processes, args.process_id, args.detect)
@@ -128,5 +124,4 @@ def _text(path: str) -> str:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

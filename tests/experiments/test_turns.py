@@ -36,11 +36,14 @@ def test_turn_by_turn(tokenizer):
     target = Loaded(toys.tiny(vocab_size=258), tokenizer)
     reserve = turns.room(tokenizer, PROMPTS, 6, 512)
     request = Request(6, vocab_size=96, reserve=reserve)
-    asked, ids, rows, done = job.converse(target, toys.PLAIN, PROMPTS, 0, request, 1)
+    asked, rows, done, best = job.converse(target, toys.PLAIN, PROMPTS, 0, request, 1)
+    ids = [prompt.encode(tokenizer) for prompt in asked]
     assert [prompt.id for prompt in asked] == ["a", "b", "c", "a turn 2", "c turn 2", "a turn 3"]
     assert [row["prompt"] for row in rows] == [prompt.id for prompt in asked]
     assert {row["identical"] for row in rows} == {"yes"}
     assert max(map(len, ids)) + 6 <= reserve
+    assert [row["prompt_tokens"] for row in rows] == [*map(len, ids)]
+    assert best.tokens_per_step == 1
     said = [tokenizer.decode(answer.token_ids) for answer in done]
     assert all(said)
     assert asked[5].before == (

@@ -65,7 +65,7 @@ def test_the_whole_step_on_a_mesh_equals_one_device(devices, changes):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=specs[1])
     def run(model, state):
-        return advance(model, drafter, state, settings, np.int32(100))
+        return advance(model, drafter, state, settings, np.int32(100))[0]
 
     done = run(model, state)
     assert [tuple(row[:12]) for row in np.asarray(done.token_BE).tolist()] == want
