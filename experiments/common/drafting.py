@@ -25,6 +25,8 @@ from spec.drafters import (
 from spec.draws import Children
 from spec.tree_shapes import parse_expansion
 
+flags.disclaim_key_flags()  # `--help` of a command shows the flags below as its own
+
 # How a model can choose children; the other ways come about by merging.
 _CHOICES = (
     Children.TOP_K,
