@@ -249,7 +249,7 @@ def main(args: flags.FlagValues) -> None:
     try:
         pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
         re.compile(args.only)
-        if args.drafter in ("ngram", "none"):
+        if not drafting.grows(args.drafter):
             raise ValueError(f"--drafter {args.drafter} is no model: it is compared in any case.")
         target = setup.load(args.target, setup.default_dtype())
         drafting.make([args.drafter], ["1"], "top_k", NGramDrafter(), target, target.model.dtype)

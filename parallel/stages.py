@@ -1,4 +1,4 @@
-"""The third protocol: a model as pure functions that know when they talk and not to whom.
+"""A model as pure functions that know when they talk and not to whom, which is `Comm`'s part.
 
 `parallel` trains and partitions any model that comes as `Stages`; it never imports one. The
 composition is fixed here: embed, the blocks in order, loss. How often a block is recomputed, and

@@ -1,9 +1,10 @@
 """From flags to a drafter: lookups, models, merges; shared by all decoding scripts."""
 
+import dataclasses
 import itertools
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ from spec.drafters import (
     RootDrafter,
 )
 from spec.draws import Children
-from spec.tree_shapes import parse_expansion
+from spec.tree_shapes import TreeShape, parse_expansion
+
+flags.disclaim_key_flags()  # `--help` of a command shows the flags below as its own
 
 # How a model can choose children; the other ways come about by merging.
 _CHOICES = (
@@ -34,10 +37,52 @@ _CHOICES = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What drafters with a name are made of.
+
+    Attributes:
+        target: what is drafted for.
+        ngram: what the flags of n-grams describe.
+        shape: of those that grow a tree, theirs.
+        children: how those choose children.
+    """
+
+    target: setup.Loaded
+    ngram: NGramDrafter
+    shape: TreeShape
+    children: Children
+
+
+class Named(NamedTuple):
+    """How a name of --drafter becomes a drafter, and whether that takes a --tree."""
+
+    build: Callable[[Asked], Drafter]
+    grows: bool
+
+
+def _itself(asked: Asked) -> Drafter:
+    target = asked.target
+    return ModelDrafter(target.model, asked.shape, target.tokenizer.vocab_size, asked.children)
+
+
+# An entry here is all that gives a drafter a name; every other --drafter is a model.
+NAMED: Mapping[str, Named] = {
+    "ngram": Named(lambda asked: asked.ngram, grows=False),
+    "none": Named(lambda asked: RootDrafter(), grows=False),
+    "self": Named(_itself, grows=True),
+}
+
+
+def grows(name: str) -> bool:
+    """Says whether a drafter grows a tree that has to be described: models do."""
+    return name not in NAMED or NAMED[name].grows
+
+
 def define_flags() -> None:
     """Declares the flags that `from_flags` reads."""
     flags.DEFINE_multi_string(
-        "drafter", ["ngram"], "ngram, none, self, or a model as for --target. Repeat it to merge."
+        "drafter", ["ngram"], f"{', '.join(NAMED)}, or a model as for --target. Repeat it to merge."
     )
     flags.DEFINE_multi_string(
         "tree", ["1,1,3,1,1,1,1,1"], "Expansion of the model drafters: one for all or one each."
@@ -68,9 +113,7 @@ def check_flags(args: flags.FlagValues) -> None:
     Raises:
         ValueError: says which flag to leave out.
     """
-    if set(args.drafter) <= {"ngram", "none"} and (
-        args["tree"].present or args["children"].present
-    ):
+    if not any(map(grows, args.drafter)) and (args["tree"].present or args["children"].present):
         raise ValueError(
             f"--tree and --children describe model drafters, --drafter is {args.drafter}: leave "
             "them out, or add a model drafter."
@@ -112,9 +155,8 @@ def make(
     the drafters of one target one after the other.
 
     Args:
-        names: "ngram", "none", "self" (the target drafts for itself), a shipped drafter (its name
-            in experiments/drafters, or a file that training exported), or a model as `setup.load`
-            takes it.
+        names: of `NAMED` ("self": the target drafts for itself), a shipped drafter (its name, or a
+            file that training exported), or a model as `setup.load` takes it.
         trees: static expansions of the model drafters, such as "1,1,3,1": one for all, or one each
             in their order.
         children: how model drafters choose children, see `spec.draws.Children`.
@@ -127,29 +169,27 @@ def make(
         ValueError: for an unreadable drafter or tree, trees that do not match the drafters,
             another vocabulary, or drafters that read other blocks of the target than each other.
     """
-    models = [name for name in names if name not in ("ngram", "none")]
+    models = [name for name in names if grows(name)]
     parsed = [parse_expansion(tree) for tree in trees]
-    if len(trees) not in (1, len(models)):
+    if len(trees) not in (1, len(models) or 1):
         raise ValueError(
             f"{len(trees)} trees for {len(models)} model drafters: give one, or one each."
         )
     shapes = itertools.cycle(parsed)
     made: list[Drafter] = []
     reads: set[tuple[int, ...]] = set()
+    vocab, how = target.tokenizer.vocab_size, Children(children)
     for name in names:
-        if name == "none":
-            made.append(RootDrafter())
-        elif name == "ngram":
-            made.append(ngram)
+        shape = next(shapes) if grows(name) else parsed[0]
+        if name in NAMED:
+            made.append(NAMED[name].build(Asked(target, ngram, shape, how)))
+            continue
+        model, ids_U = _load(name, target, dtype)
+        if isinstance(model, FeatureModel):
+            reads.add(model.reads)
+            made.append(FeatureDrafter(model, shape, vocab, ids_U, how))
         else:
-            shape, vocab = next(shapes), target.tokenizer.vocab_size
-            how = Children(children)
-            model, ids_U = _load(name, target, dtype)
-            if isinstance(model, FeatureModel):
-                reads.add(model.reads)
-                made.append(FeatureDrafter(model, shape, vocab, ids_U, how))
-            else:
-                made.append(ModelDrafter(model, shape, vocab, how, ids_U))
+            made.append(ModelDrafter(model, shape, vocab, how, ids_U))
     L = target.model.config.num_layers
     for blocks in reads:
         if list(blocks) != sorted({*blocks} & {*range(L)}):
@@ -186,8 +226,6 @@ def _load(
     name: str, target: setup.Loaded, dtype: jax.typing.DTypeLike
 ) -> tuple[Transformer | FeatureModel, Any]:
     """Returns a model, and the token ids of its head, an array if that is reduced, else None."""
-    if name == "self":
-        return target.model, None
     named = setup.SHIPPED / f"{name}.safetensors"
     path = named if named.is_file() else pathlib.Path(name)
     if path.suffix == ".safetensors" and path.is_file():
@@ -197,7 +235,7 @@ def _load(
         drafter = setup.load(name, dtype)
     except ValueError as error:
         raise ValueError(
-            f"Drafter {name!r} is not ngram, none, self or a file of experiments/drafters. {error}"
+            f"Drafter {name!r} is none of {[*NAMED]} and no file of drafter weights. {error}"
         ) from error
     check_same_vocabulary(target.tokenizer, drafter.tokenizer)
     return drafter.model, None
@@ -208,6 +246,6 @@ def readable(names: Sequence[str]) -> list[pathlib.Path]:
 
     Nothing if there is none, or several: transformers takes one.
     """
-    models = [name for name in names if name not in ("ngram", "none", "self")]
+    models = [name for name in names if name not in NAMED]
     found = [path for path in map(setup.folder, models) if (path / "config.json").is_file()]
     return found if len(found) == 1 else []

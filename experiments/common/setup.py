@@ -14,7 +14,7 @@ from models.transformer import Transformer
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 # What we trained, loaded by name: drafters for the default target, files; the code pair, folders.
-SHIPPED = pathlib.Path(__file__).parents[1] / "drafters"
+SHIPPED = pathlib.Path(__file__).parents[1] / "weights"
 
 
 @dataclasses.dataclass(frozen=True)

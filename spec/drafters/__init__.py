@@ -7,7 +7,6 @@ from spec.drafters.model import ModelDrafter
 from spec.drafters.ngram import NGramDrafter
 from spec.drafters.protocol import Drafter, Step, View
 from spec.drafters.root import RootDrafter
-from spec.drafters.scripted import ScriptedDrafter
 
 __all__ = [
     "Drafter",
@@ -17,7 +16,6 @@ __all__ = [
     "ModelDrafter",
     "NGramDrafter",
     "RootDrafter",
-    "ScriptedDrafter",
     "Step",
     "View",
 ]

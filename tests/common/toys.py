@@ -20,12 +20,13 @@ import numpy as np
 from models.checkpoint.parameters import Parameter, build
 from models.config import ModelConfig
 from models.transformer import Transformer, causal_mask
-from spec.drafters import RootDrafter, ScriptedDrafter
+from spec.drafters import RootDrafter
 from spec.drafters.protocol import Drafter, Step, View
 from spec.draws import Children, Draws
 from spec.generate import Request, generate, round_up
 from spec.tree import TokenTree, limit_depth
 from spec.tree_shapes import TreeShape, expansion
+from tests.common.scripted import ScriptedDrafter
 
 Continuation = tuple[tuple[int, ...], str]
 

@@ -51,6 +51,18 @@ def test_benchmarks(tmp_path, script, flags, word):
     assert word in done.stdout
 
 
+@pytest.mark.parametrize(
+    "command", sorted(p.stem for p in (processes.ROOT / "experiments").glob("[!_]*.py"))
+)
+def test_every_command_has_a_test(command):
+    """Which names it in quotes or imports it; no list has to be kept."""
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (processes.ROOT / "tests").rglob("test_*.py")
+    )
+    found = f'"{command}"', f"import {command}\n", f"experiments.{command} import"
+    assert any(words in sources for words in found)
+
+
 def test_bad_flags():
     expected = {
         ("--seed=-1",): "--seed -1",

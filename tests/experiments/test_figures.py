@@ -147,13 +147,16 @@ def test_the_readme_shows_the_rows_of_the_demo(readme):
             {name: _number(name, text) for name, text in row.items()}
             for row in csv.DictReader(file)
         ]
-    assert f"{report.table(found, job.COLUMNS)}\n" in code_blocks(readme)
+    [shown] = [block for block in code_blocks(readme) if block.startswith("prompt ")]
+    columns = shown.splitlines()[0].split()
+    assert {"tokens_per_step", "ratio", "identical"} <= set(columns) <= set(job.COLUMNS)
+    assert f"{report.table(found, columns)}\n" == shown
 
 
 def _number(name, text):
-    if name in ("tokens", "steps"):
+    if name in ("prompt_tokens", "tokens", "steps"):
         return int(text)
-    return float(text) if name.endswith(("_token", "_step", "ratio")) else text
+    return float(text) if name.endswith(("_token", "_step", "_ms", "ratio")) else text
 
 
 def test_the_readme_is_short(readme):
@@ -180,13 +183,31 @@ def test_paths_targets_and_commands_exist(path):
         r"^([\w-]+):", (processes.ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert set(re.findall(r"\bmake ([a-z][\w-]+)", "".join(code_of(text)))) <= set(targets)
-    sources = (processes.ROOT / "experiments").rglob("*.py")
-    flags = set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', "".join(p.read_text() for p in sources)))
+    every = set().union(*(flags_of(path) for path in (processes.ROOT / "experiments").glob("*.py")))
     for code in code_of(text):
-        for command in re.findall(r"python -m experiments\.(\w+)", code):
-            assert (processes.ROOT / "experiments" / f"{command}.py").is_file()
-        for flag in re.findall(r"--(\w+)", code):
-            assert flag in flags | {"help"}, flag
+        for line in code.replace("\\\n", " ").splitlines():
+            command = re.search(r"python -m experiments\.(\w+)", line)
+            known = every
+            if command is not None:
+                known = flags_of(processes.ROOT / "experiments" / f"{command[1]}.py")
+            for flag in re.findall(r"--(\w+)", line):
+                assert flag in known | {"help"}, (flag, line)
+
+
+def flags_of(path):
+    """What a command declares, itself, by `command.run`, or with the flags of drafters."""
+    folder, source = processes.ROOT / "experiments" / "common", path.read_text(encoding="utf-8")
+    source += (folder / "command.py").read_text(encoding="utf-8")
+    if "drafting.define_flags()" in source:
+        source += (folder / "drafting.py").read_text(encoding="utf-8")
+    return set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source))
+
+
+def test_flags_are_those_of_their_command():
+    folder = processes.ROOT / "experiments"
+    assert {"drafter", "max_new_tokens", "compilation_cache"} <= flags_of(folder / "generate.py")
+    assert "drafter" in flags_of(folder / "bench_decode.py")
+    assert "max_new_tokens" not in flags_of(folder / "bench_decode.py")
 
 
 def code_of(text):

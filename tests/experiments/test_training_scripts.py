@@ -11,6 +11,7 @@ from safetensors import safe_open
 from experiments import make_answers
 from experiments.common import drafting, setup
 from models.checkpoint import safetensors
+from parallel.plan import Plan
 from spec.drafters import NGramDrafter
 from tests.common import processes, toys
 from tests.models.test_tokenizer import CHATML, byte_level, write_folder
@@ -134,6 +135,36 @@ def test_the_code_pair(tmp_path):
             assert {"about", "command", "data", "minutes", figure} <= set(file.metadata())
     plain = toys.decode(loaded.model, toys.PLAIN, [[5, 9]], 8)
     assert toys.decode(loaded.model, drafter, [[5, 9]], 8) == plain
+
+
+def test_a_plan_is_made_for_a_mesh_and_trained_by(tmp_path):
+    plan, mesh = tmp_path / "plan.json", "--mesh=fsdp=2"
+    said = run("make_plan", "--smoke", "--cluster=a100:1x2", mesh, f"--out={plan}")
+    assert "simulated" in said
+    asked = said.split("experiments.train ")[1].removesuffix(" --config ...\n").split()
+    made = Plan.from_json(plan.read_text())
+    assert made != Plan()
+    made.check({"fsdp": 2}, scan="--scan" in asked)
+    with pytest.raises(ValueError, match="needs a mesh with the axis fsdp"):
+        made.check({"data": 2}, scan=True)
+    two = processes.one_device()["XLA_FLAGS"].replace("device_count=1", "device_count=2")
+    flags = ("--config=code_target", "--smoke", f"--out={tmp_path / 'target'}")
+    assert "wrote" in run("train", *flags, *asked, XLA_FLAGS=two)
+
+
+def test_bad_plans(tmp_path):
+    command = ("--smoke", f"--out={tmp_path / 'plan.json'}")
+    expected = {
+        ("--mesh=fsdp=4",): "has 4 devices, a100:1x8 has 8",
+        ("--mesh=data=8", "--shard=fsdp"): "with shards over ('fsdp',)",
+        ("--model=nowhere",): "Model 'nowhere'",
+        ("--cluster=abacus:1x8",): "chip 'abacus' is unknown",
+        ("--shard=",): "zero = 0 on",
+    }
+    said = processes.refusals("make_plan", [(*command, *flags) for flags in expected])
+    for error, words in zip(said, expected.values(), strict=True):
+        assert error.startswith("Error: ")
+        assert words in error
 
 
 def test_bad_flags(target, tmp_path):

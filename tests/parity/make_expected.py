@@ -1,8 +1,8 @@
-"""Writes models/expected/smollm2_logits.json: what transformers says to three short prompts.
+"""Writes tests/models/expected/smollm2_logits.json: what transformers says to three short prompts.
 
     python -m tests.parity.make_expected
 
-Half a minute on 2 cores, most of it reading the GGUF file. models/test_expected_logits.py
+Half a minute on 2 cores, most of it reading the GGUF file. tests/models/test_expected_logits.py
 holds our model to the file without torch.
 """
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from spec.decode import spec_step
-from spec.drafters import ModelDrafter, NGramDrafter, ScriptedDrafter
+from spec.drafters import ModelDrafter, NGramDrafter
 from spec.generate import Request, begin, generate, stream, warm_up
 from spec.tree_shapes import expansion
 from tests.common import toys
+from tests.common.scripted import ScriptedDrafter
 
 # What jax 0.10.2 records for each program handed to XLA.
 EVENT = "/jax/core/compile/backend_compile_duration"

@@ -18,9 +18,10 @@ import spec.generate
 from experiments.common.setup import encode
 from experiments.prompts.load import KINDS, load
 from models.transformer import causal_mask
-from spec.drafters import ModelDrafter, NGramDrafter, RootDrafter, ScriptedDrafter
+from spec.drafters import ModelDrafter, NGramDrafter, RootDrafter
 from spec.generate import Request, generate
 from spec.tree_shapes import expansion
+from tests.common.scripted import ScriptedDrafter
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from spec.drafters import ScriptedDrafter
 from spec.generate import Request, generate, stream
 from spec.metrics import Metrics, record_size, total
 from spec.tree_shapes import expansion
 from tests.common import toys
+from tests.common.scripted import ScriptedDrafter
 
 CYCLE = toys.chain11_greedy(2, 60)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spec.drafters.protocol import Step, View
+from spec.drafters import Step, View
 from spec.draws import Children, Draws, point_mass
 from spec.tree import TokenTree
 from spec.tree_shapes import TreeShape
