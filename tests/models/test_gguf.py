@@ -8,7 +8,6 @@ import gguf as format_
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import TIED, gguf_metadata, leaves, random_tensors, write_gguf
 
 from models.checkpoint import gguf, load_model
 from models.checkpoint.parameters import parameters
@@ -16,6 +15,7 @@ from models.config import RopeScaling
 from models.layers import rope_frequencies
 from models.presets import preset
 from models.transformer import causal_mask
+from tests.common.checkpoint_files import TIED, gguf_metadata, leaves, random_tensors, write_gguf
 
 Type = format_.GGMLQuantizationType
 

@@ -1,10 +1,10 @@
 """Tokenizers rebuilt from GGUF, SmolLM2's among them."""
 
 import pytest
-from checkpoint_files import write_gguf
 from tokenizers import pre_tokenizers
 
 from models.tokenizer import load_tokenizer
+from tests.common.checkpoint_files import write_gguf
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # llama.cpp's token types
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # the characters that stand for bytes

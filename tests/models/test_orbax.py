@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import TIED, TINY, WIDE_HEADS, assert_same, leaves, random_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.checkpoint import load_model, orbax
 from models.config import config_to_hf
+from tests.common.checkpoint_files import TIED, TINY, WIDE_HEADS, assert_same, leaves, random_model
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import (
+from safetensors.numpy import load_file
+
+from models.checkpoint import load_model, safetensors
+from models.config import config_to_hf
+from models.transformer import causal_mask
+from tests.common.checkpoint_files import (
     TIED,
     TINY,
     WIDE_HEADS,
@@ -19,11 +24,6 @@ from checkpoint_files import (
     write_folder,
     write_shards,
 )
-from safetensors.numpy import load_file
-
-from models.checkpoint import load_model, safetensors
-from models.config import config_to_hf
-from models.transformer import causal_mask
 
 
 def logits(model, tokens):
