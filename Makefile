@@ -45,7 +45,7 @@ exact-smollm2: .venv/ready  ## Sampling on the real model, 20,000 draws a prefix
 	$(ONE_DEVICE) $(PYTEST) -q -rP -n 2 --maxschedchunk 1 -m slow tests/spec/test_statistics_smollm2.py
 
 test-plans: .venv/ready  ## Training on meshes: 200 sampled plans, every pipeline, a drafter (long).
-	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/parallel/test_mesh_training.py tests/parallel/test_plans.py
+	$(QUICKLY) $(PYTEST) -q -n 2 --dist worksteal -m slow tests/parallel/test_mesh_training.py tests/parallel/test_plans.py tests/parallel/test_seats.py tests/spec/test_tensor_parallel.py
 	$(PYTEST) -q -m slow tests/parallel/test_processes.py
 
 test-planner: .venv/ready  ## More meshes for the cost model, more jobs for the planner (long).

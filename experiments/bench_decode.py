@@ -1,4 +1,4 @@
-"""How fast is decoding? Four comparisons, each side by side in this process.
+"""How fast is decoding? Five comparisons, each side by side in this process.
 
     make bench-decode        (python -m experiments.bench_decode)
 
@@ -7,7 +7,8 @@
             drafter is a model that it can read) assisted; same weights, float32, 2 threads,
             every `eval` prompt or --each of them (extra `parity`);
 3. width    a target pass over n = 1..64 nodes, against the minimal loop's pass;
-4. kinds    speculative against plain decoding, every `eval` prompt.
+4. kinds    speculative against plain decoding, every `eval` prompt;
+5. prefill  tokens a second that a prompt of 128..4096 tokens is read at, against transformers.
 
 The drafter is what --drafter and its companions describe. Rows go to
 experiments/results/decode_*.csv, with names of a --target and of --drafters other than the default
@@ -27,29 +28,32 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import drafting, hf_baseline, minimal_loop, report, setup
+from experiments.common import command, drafting, hf_baseline, minimal_loop, report, setup
+from experiments.common.prefill_bench import bench_prefill
 from experiments.common.report import RESULTS
-from experiments.common.timing import timed
+from experiments.common.timing import compile_all, timed, timed_read
 from experiments.prompts import load as prompt_set
 from models.kv_cache import KVCache
 from models.transformer import Transformer, causal_mask
 from spec.drafters import Drafter, RootDrafter
-from spec.generate import Request, generate, round_up, warm_up
+from spec.generate import Request, generate, round_up
 from spec.sampling import best_token
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SLOTS, CACHED = 512, 100
+JOBS = ["plain", "peer", "width", "kinds", "prefill"]
+PEERS = ("peer", "prefill")  # against transformers
 
 
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
     drafting.define_flags()
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
-    flags.DEFINE_multi_enum("only", [], ["plain", "peer", "width", "kinds"], "Some of the four.")
+    flags.DEFINE_string("prompts", None, f"{prompt_set.HELP} Of turns the first.")
+    flags.DEFINE_multi_enum("only", [], JOBS, "Some of the five.")
     flags.DEFINE_integer("each", 100, "Most prompts of a kind, `peer` and `kinds`.", lower_bound=1)
     flags.DEFINE_integer("pairs", 21, "Interleaved pairs of `plain` and `width`.", lower_bound=5)
     flags.DEFINE_string("out", str(RESULTS), "Folder for the rows.")
@@ -255,16 +259,16 @@ def bench_kinds(
 ) -> list[dict]:
     """Times plain and speculative decoding of every prompt, in alternating order."""
     ids = setup.encode(target.tokenizer, prompts)
-    for each in (RootDrafter(), drafter):
-        warm_up(target.model, each, ids[:1], request)
+    compile_all(target, ids[:1], [(RootDrafter(), request), (drafter, request)])
     rows = []
     for i, prompt in enumerate(tqdm(prompts, desc="kinds")):
         sides = {"plain": RootDrafter(), "grown": drafter}
         runs = {}
+        prefilled, _ = timed_read(target, [ids[i]], request)
         for name in sides if i % 2 else [*sides][::-1]:
-            runs[name] = timed(target, sides[name], [ids[i]], request)
-        (plain,), plain_s = runs["plain"]
-        (grown,), grown_s = runs["grown"]
+            runs[name] = timed(target, sides[name], prefilled, request)
+        (plain,), _, plain_s = runs["plain"]
+        (grown,), _, grown_s = runs["grown"]
         rows.append(
             {
                 "prompt": prompt.id,
@@ -303,12 +307,8 @@ def by_kind(rows: list[dict]) -> list[dict]:
     return lines
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the benchmarks asked for and writes their rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     try:
         path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
         prompts = prompt_set.load(path, "eval")
@@ -333,11 +333,12 @@ def main(argv: list[str]) -> None:
         "peer": lambda: bench_peer(target, drafter, readable, chosen, reserved),
         "width": lambda: bench_width(target, pairs),
         "kinds": lambda: bench_kinds(target, drafter, chosen, long),
+        "prefill": lambda: bench_prefill(target, readable[0], pairs),
     }
-    names = args.only or [name for name in jobs if not (args.smoke and name == "peer")]
+    names = args.only or [name for name in jobs if not (args.smoke and name in PEERS)]
     try:
         pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
-        if "peer" in names:
+        if set(PEERS) & set(names):
             hf_baseline.import_peers()  # before any work
         for name in names:
             about = [] if args.target == setup.DEFAULT_TARGET else [args.target]
@@ -350,5 +351,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -17,12 +17,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import drafting, report, setup
+from experiments.common import command, drafting, report, setup
 from experiments.common.report import RESULTS
 from experiments.prompts import load as prompt_set
+from experiments.prompts.prompt import Prompt
 from spec.drafters import Drafter, NGramDrafter
 from spec.draws import Children
 from spec.generate import Completion, Request, generate
@@ -40,7 +41,8 @@ def define_flags() -> None:
     flags.DEFINE_string("drafter", "smollm2_feature", "Shipped drafter, or a file of weights.")
     flags.DEFINE_integer("nodes", 16, "N: most nodes of a tree, root included.", lower_bound=8)
     flags.DEFINE_multi_float("temperature", [0.0, 1.0], "Repeat for several.")
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_string("prompts", None, f"{prompt_set.HELP} Of turns the first.")
+    flags.DEFINE_string("dev_prompts", None, "File whose `dev` prompts tune, if not --prompts.")
     flags.DEFINE_integer("max_new_tokens", 128, "Budget of each `eval` prompt.", lower_bound=1)
     flags.DEFINE_integer("tuned_tokens", 48, "Budget of each `dev` prompt.", lower_bound=1)
     flags.DEFINE_integer("batch", 4, "Prompts decoded together, alike in length.", lower_bound=1)
@@ -198,10 +200,16 @@ def chosen(judged: Mapping[System, Sequence[Mapping]]) -> list[System]:
     return [*best.values()]
 
 
+def choose_prompts(args: flags.FlagValues) -> tuple[list[Prompt], list[Prompt]]:
+    """Returns what tunes and what is measured; a file of another's form has only the latter."""
+    path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
+    tuned = pathlib.Path(args.dev_prompts) if args.dev_prompts else path
+    return prompt_set.load(tuned, "dev"), prompt_set.load(path, "eval")
+
+
 def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> list[dict]:
     """Chooses on `dev`, measures on `eval`; returns the rows of both."""
-    path = pathlib.Path(args.prompts) if args.prompts else prompt_set.DEFAULT
-    dev, test = (prompt_set.load(path, split) for split in ("dev", "eval"))
+    dev, test = choose_prompts(args)
     if args.smoke:
         dev = test = dev[:2]
     tokenizer = target.tokenizer
@@ -236,12 +244,8 @@ def bench(args: flags.FlagValues, target: setup.Loaded, temperature: float) -> l
     return rows
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the comparison and writes its rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     try:
         pathlib.Path(args.out).mkdir(parents=True, exist_ok=True)
         re.compile(args.only)
@@ -260,5 +264,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -16,11 +16,11 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags
 from jax.experimental.pallas import tpu as pltpu
 from tqdm import tqdm
 
-from experiments.common import kernel_cases, report
+from experiments.common import command, kernel_cases, report
 from experiments.common.report import RESULTS
 from pallas_kernels.tree_attention import Implementation, tree_attention
 
@@ -133,19 +133,16 @@ def bench(kernel: Implementation | None) -> list[dict]:
     return rows
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the checks, and on an accelerator the timings."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    logging.set_verbosity(logging.WARNING)
-    if flags.FLAGS.smoke:
+    if args.smoke:
         rows = smoke()
         print(report.table([{**r, "error": f"{r['error']:.1e}"} for r in rows], tuple(rows[0])))
     elif jax.default_backend() == "cpu":
         sys.exit("Error: no accelerator here. Use --smoke, or run on a TPU or a GPU.")
     else:
         rows = bench(kernel_cases.kernel_here())
-        report.write_csv(pathlib.Path(flags.FLAGS.out) / "kernels.csv", rows)
+        report.write_csv(pathlib.Path(args.out) / "kernels.csv", rows)
         print(report.table(rows, COLUMNS))
     # NaN is no error that `max` would see.
     wrong = [row["error"] for row in rows if not row["error"] <= 2e-2]
@@ -154,5 +151,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

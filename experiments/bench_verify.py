@@ -15,10 +15,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import report
+from experiments.common import command, report
 from experiments.common.report import RESULTS
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, take_path
@@ -188,12 +188,8 @@ def bench(repeats: int, vocab: int, layers: int, smoke: bool) -> list[dict]:
     return lines
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the benchmark and writes its rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     lines = bench(5, 997, 2, True) if args.smoke else bench(args.repeats, 49152, 30, False)
     report.write_csv(pathlib.Path(args.out) / "verify.csv", lines)
     print(
@@ -205,5 +201,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

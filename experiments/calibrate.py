@@ -32,9 +32,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
-from experiments.common import report, timed_cases
+from experiments.common import command, report, timed_cases
 from experiments.common.report import RESULTS
 from experiments.common.shaped_network import HERE, Host, two_hosts
 from experiments.common.timed_cases import Case, Measured, Talk, Work, summed
@@ -358,26 +358,23 @@ def stop(*_: object) -> None:
     sys.exit("Error: stopped.")
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Measures every rig, writes clusters and rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")
-    if flags.FLAGS.worker:
-        timed_cases.work_as(flags.FLAGS.rank, pathlib.Path(flags.FLAGS.worker))
+    if args.worker:
+        timed_cases.work_as(args.rank, pathlib.Path(args.worker))
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    out, rows = pathlib.Path(flags.FLAGS.out), []
+    out, rows = pathlib.Path(args.out), []
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for rig in (SMOKE,) if flags.FLAGS.smoke else (PAIR, SQUARE):
+        for rig in (SMOKE,) if args.smoke else (PAIR, SQUARE):
             if rig.mbit is None:
-                cluster, found = run(rig, (HERE,), flags.FLAGS.rounds)
+                cluster, found = run(rig, (HERE,), args.rounds)
             else:
                 with two_hosts(rig.mbit) as hosts:
-                    cluster, found = run(rig, hosts, flags.FLAGS.rounds)
+                    cluster, found = run(rig, hosts, args.rounds)
             # The last one, of two levels, is what plans are for.
             cluster.save(out / f"this_machine_{rig.name}.json")
             cluster.save(out / "this_machine.json")
@@ -385,7 +382,7 @@ def main(argv: list[str]) -> None:
             rows += found
     except (OSError, RuntimeError) as error:
         sys.exit(f"Error: {error}")
-    folder = out if flags.FLAGS.smoke else pathlib.Path(flags.FLAGS.rows)
+    folder = out if args.smoke else pathlib.Path(args.rows)
     report.write_csv(folder / "network.csv", rows)
     print(report.table([readable(row) for row in rows], COLUMNS))
     for role in ("foretold", "fitted"):
@@ -395,5 +392,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -7,12 +7,12 @@ fixed buckets (best size), of one-layer prefetch and of the plan; the bound, the
 what is attainable, and what is lost without each dimension of the partition space and each tier of
 the schedule. Weights and activations are sent in bfloat16, gradients in float32 (Megatron's habit;
 more than FSDP's usual bfloat16). What does not fit a device's memory is left out, and counted.
-Rows go to experiments/results/centauri.csv; notes in --out let the same command go on where it
-stopped. Pictures: centauri_gains.png beside the rows; in --out the blocking and the planned
-schedule of one job, drawn and as traces for Perfetto.
+Rows go to experiments/results/centauri.csv, where those of clusters that --cluster does not name
+stay as they are; notes in --out let the same command go on where it stopped. Pictures:
+centauri_gains.png beside the rows; in --out the blocking and the planned schedule of one job, drawn
+and as traces for Perfetto.
 """
 
-import csv
 import dataclasses
 import itertools
 import json
@@ -23,10 +23,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import plots_schedule, report
+from experiments.common import command, plots_schedule, report
 from experiments.common.report import RESULTS
 from parallel.planner.choice import Choice
 from parallel.planner.cluster import Cluster, Placement
@@ -118,7 +118,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", "out/centauri", "Folder for traces.")
     flags.DEFINE_bool("show", False, "Only print and draw the rows that are there.")
     flags.DEFINE_bool("gantt", False, "Only draw one job's schedules.")
-    flags.DEFINE_multi_string("cluster", [], "Clusters instead of all; repeat for several.")
+    flags.DEFINE_multi_string("cluster", [], "Only these clusters; repeat for several.")
     flags.DEFINE_bool("smoke", False, "Three rows.")
 
 
@@ -311,8 +311,14 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
         except ValueError:
             return text
 
-    with path.open(encoding="utf-8", newline="") as file:
-        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    return [{name: value(text) for name, text in row.items()} for row in report.read_csv(path)]
+
+
+def others(path: pathlib.Path, clusters: Sequence[str]) -> list[dict[str, str]]:
+    """Returns rows of an earlier run that this one does not make again."""
+    if not clusters or not path.exists():
+        return []
+    return [row for row in report.read_csv(path) if row["cluster"] not in clusters]
 
 
 def draw(out: pathlib.Path) -> None:
@@ -329,12 +335,8 @@ def draw(out: pathlib.Path) -> None:
     plots_schedule.gantt(out / "gantt.png", title, shown, levels)
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Makes the table, or the pictures of one job."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     out = pathlib.Path(args.out)
     rows = out if args.smoke else pathlib.Path(args.rows)
     try:
@@ -346,11 +348,12 @@ def main(argv: list[str]) -> None:
         print(f"wrote {out}/gantt.png and traces for Perfetto")
         if args.gantt:
             return
-        found = table(args)
+        path = rows / "centauri.csv"
+        kept = others(path, args.cluster)
+        report.write_csv(path, table(args), kept)
     except ValueError as error:
         sys.exit(f"Error: {error}")
-    report.write_csv(rows / "centauri.csv", found)
-    show(rows, found)
+    show(rows, read(path))
 
 
 def show(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -364,5 +367,4 @@ def show(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
-from experiments.common import report
+from experiments.common import command, report
 from experiments.common.report import RESULTS
 from pallas_kernels.tree_attention import Implementation, gpu, tpu, tree_attention
 from pallas_kernels.tree_attention.block_sizes import DEFAULT
@@ -103,15 +103,13 @@ def on_chip_bytes(case: Case, heads: tuple[int, int, int], dtype: jax.typing.DTy
     return tpu.vmem_bytes(DEFAULT, case.nodes * H // K, case.nodes, A, jnp.dtype(dtype))
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Compiles all cases and writes their rows."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    logging.set_verbosity(logging.WARNING)
     # Nothing runs; with a plug-in for absent GPUs installed JAX would look for them.
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # how long compilers take is a column
     rows = []
-    chosen = list(cases())[:1] if flags.FLAGS.smoke else list(cases())
+    chosen = list(cases())[:1] if args.smoke else list(cases())
     for case in tqdm(chosen, desc="compile"):
         begin = time.perf_counter()
         memory = compiled(case, MODELS[case.heads], jnp.bfloat16).memory_analysis()
@@ -125,7 +123,7 @@ def main(argv: list[str]) -> None:
                 "compile_s": time.perf_counter() - begin,
             }
         )
-    report.write_csv(pathlib.Path(flags.FLAGS.out) / "kernels_compiled.csv", rows)
+    report.write_csv(pathlib.Path(args.out) / "kernels_compiled.csv", rows)
     print(report.table(rows, ("target", "heads", "nodes", "slots", "pages", "on_chip_bytes")))
 
 
@@ -136,5 +134,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

@@ -16,13 +16,14 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from absl import app, flags, logging
+from absl import flags
 from tqdm import tqdm
 
-from experiments.common import setup
+from experiments.common import command, setup
 from experiments.data import text
+from experiments.data.answers import Answer
 from experiments.prompts import load as prompt_set
-from experiments.prompts.load import Prompt
+from experiments.prompts.prompt import Prompt
 from spec.drafters import NGramDrafter
 from spec.generate import Request, generate
 
@@ -30,7 +31,7 @@ from spec.generate import Request, generate
 def define_flags() -> None:
     """Declares this script's flags."""
     flags.DEFINE_string("target", setup.DEFAULT_TARGET, "Model: name, .gguf file or folder.")
-    flags.DEFINE_string("prompts", None, "JSON-lines prompt file: id, kind, split, text.")
+    flags.DEFINE_string("prompts", None, f"{prompt_set.HELP} Of turns the first.")
     flags.DEFINE_integer("limit", None, "Most prompts to answer.", lower_bound=1)
     flags.DEFINE_integer("max_new_tokens", 160, "Budget of each answer.", lower_bound=1)
     flags.DEFINE_integer("batch", 16, "Prompts answered together.", lower_bound=1)
@@ -67,12 +68,8 @@ def library_prompts() -> Iterator[Prompt]:
                 )
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the job."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     try:
         prompts = (
             prompt_set.load(pathlib.Path(args.prompts)) if args.prompts else [*library_prompts()]
@@ -103,6 +100,7 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
         eos_ids=target.tokenizer.eos_ids,
         vocab_size=target.tokenizer.vocab_size,
         temperature=args.temperature,
+        compact=True,  # of many batches: what short answers save outweighs the programs
     )
     tokens = 0
     with tqdm(groups, unit="batch") as bar:
@@ -113,13 +111,7 @@ def answer_all(args: flags.FlagValues, prompts: list[Prompt]) -> None:
             asked = dataclasses.replace(request, seed=tuple(args.seed + i for i in group))
             done = generate(target.model, drafter, [ids[i] for i in group], asked)
             lines = [
-                json.dumps(
-                    {
-                        "kind": prompts[i].kind,
-                        "prompt": prompts[i].text,
-                        "answer_ids": list(completion.token_ids),
-                    }
-                )
+                Answer(prompts[i], completion.token_ids).line()
                 for i, completion in zip(group, done, strict=True)
             ]
             temporary = shard.with_suffix(".tmp")
@@ -138,7 +130,8 @@ def check_same_job(
     Raises:
         ValueError: if the note at `path` says otherwise.
     """
-    asked = hashlib.sha256("\n".join(prompt.text for prompt in prompts).encode()).hexdigest()
+    texts = (repr((prompt.before, prompt.text, prompt.continued)) for prompt in prompts)
+    asked = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     job = {
         "target": args.target,
         "prompts": asked,
@@ -156,5 +149,4 @@ def check_same_job(
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

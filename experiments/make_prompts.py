@@ -13,9 +13,9 @@ import json
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import flags
 
-from experiments.common import setup
+from experiments.common import command, setup
 from experiments.data import sources
 from models.tokenizer import load_tokenizer
 
@@ -43,11 +43,17 @@ def prompts(source: str, target: str, count: int) -> list[dict[str, str]]:
     ]
 
 
-def main(argv: list[str]) -> None:
+def define_flags() -> None:
+    """Declares this script's flags."""
+    flags.DEFINE_string("source", "held:stdlib", "Texts: text:, train: or held: before a source.")
+    flags.DEFINE_string("target", "code_target", "Model: name, .gguf file or folder.")
+    flags.DEFINE_integer("count", 40, "Number of prompts.", lower_bound=2)
+    flags.DEFINE_string("out", "out/beginnings.jsonl", "JSON-lines file to write.")
+    flags.DEFINE_bool("smoke", False, "Two prompts.")
+
+
+def main(args: flags.FlagValues) -> None:
     """Writes the file that the flags name."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
     try:
         found = prompts(args.source, args.target, 2 if args.smoke else args.count)
         out = pathlib.Path(args.out)
@@ -59,10 +65,5 @@ def main(argv: list[str]) -> None:
     print(f"{len(found)} prompts written to {out}")
 
 
-if __name__ == "__main__":  # flags live here: names such as --out would clash between scripts
-    flags.DEFINE_string("source", "held:stdlib", "Texts: text:, train: or held: before a source.")
-    flags.DEFINE_string("target", "code_target", "Model: name, .gguf file or folder.")
-    flags.DEFINE_integer("count", 40, "Number of prompts.", lower_bound=2)
-    flags.DEFINE_string("out", "out/beginnings.jsonl", "JSON-lines file to write.")
-    flags.DEFINE_bool("smoke", False, "Two prompts.")
-    app.run(main)
+if __name__ == "__main__":
+    command.run(main, define_flags)

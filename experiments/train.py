@@ -18,11 +18,11 @@ import sys
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 from jax.sharding import Mesh
 
 from experiments import configs
-from experiments.common import setup
+from experiments.common import command, setup
 from experiments.common.job import Arguments, Job
 from experiments.common.loop import columns, fit
 from experiments.common.plots import plot_curves
@@ -76,7 +76,7 @@ def train(
     """
     step = make_train_step(job.stages, job.optimizer, mesh, plan, **how)
     with launch.together():
-        state = init_state(job.params, job.optimizer, mesh)
+        state = init_state(job.params, job.optimizer, mesh, plan)
         state = fit(step, state, job.batches, job.loop, out, job.evaluate, job.prepare, mesh)
         state = dataclasses.replace(state, params=launch.collected(state.params, mesh))
     if jax.process_index():
@@ -85,23 +85,17 @@ def train(
     return job.export(state, out)
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Runs the job."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    args = flags.FLAGS
-    logging.set_verbosity(logging.WARNING)
     out = pathlib.Path(args.out or f"out/train/{args.config}")
     try:
         launch.start(args.coordinator, args.num_processes, args.process_id, args.detect)
         mesh = None if args.mesh is None else launch.make_mesh(launch.parse_mesh(args.mesh))
+        plan = None if args.plan is None else Plan.from_json(_text(args.plan))
         if mesh is not None:
-            launch.check_collectives(mesh)
+            launch.check_collectives(mesh, (plan or Plan()).sharded(dict(mesh.shape)))
         elif jax.process_count() > 1:
             raise ValueError(f"{jax.process_count()} processes need a --mesh, such as data=2.")
-        plan = None
-        if args.plan is not None:
-            plan = Plan.from_json(_text(args.plan))
         module = importlib.import_module(f"experiments.configs.{args.config}")
         asked = Arguments(args.target, tuple(args.data), args.init, args.steps, args.smoke, out)
         with launch.first_process_first():  # it makes tokenizers and features, the others read
@@ -130,5 +124,4 @@ def _text(path: str) -> str:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

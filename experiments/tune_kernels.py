@@ -14,11 +14,11 @@ import sys
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from jax.experimental.pallas import tpu as pltpu
 from tqdm import tqdm
 
-from experiments.common import kernel_cases, report
+from experiments.common import command, kernel_cases, report
 from pallas_kernels.tree_attention import Implementation, tree_attention
 from pallas_kernels.tree_attention.block_sizes import DEFAULT, TUNED, Blocks, Key, key_of
 
@@ -98,19 +98,16 @@ def smoke() -> None:
         sys.exit("Error: block sizes change the result, or were not read.")
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
     """Tunes for the accelerator of this machine."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unexpected arguments {argv[1:]}: use flags.")
-    logging.set_verbosity(logging.WARNING)
-    if flags.FLAGS.smoke:
+    if args.smoke:
         smoke()
         return
     kernel = kernel_cases.kernel_here()
     if kernel is None:
         sys.exit("Error: no kernel for this machine. Use --smoke, or a TPU or a Hopper GPU.")
     rows, best = tune(kernel, jax.devices()[0].device_kind)
-    out = pathlib.Path(flags.FLAGS.out)
+    out = pathlib.Path(args.out)
     report.write_csv(out / "kernel_blocks.csv", rows)
     for key, blocks in best.items():
         if blocks != DEFAULT:
@@ -118,5 +115,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(main, define_flags)

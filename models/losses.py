@@ -91,7 +91,8 @@ def cross_entropy(
     On the target's own answers this is hard distillation, that is sequence-level distillation
     (Kim and Rush 2016, arXiv 1606.07947). With `comm` the logits may be a part of the vocabulary.
     """
-    nats_BT = comm.log_sum_exp(logits_BTU) - comm.logit_of(logits_BTU, label_BT)
+    nats_BT = comm.log_sum_exp(logits_BTU)
+    nats_BT -= comm.logits_at(logits_BTU, label_BT[:, :, None])[..., 0]
     return _weighted(nats_BT, weight_BT)
 
 
@@ -101,6 +102,7 @@ def divergence(
     weight_BT: jax.Array,
     kind: Literal["forward", "reverse"] = "forward",
     temperature: float = 1.0,
+    comm: Comm = LOCAL,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of temperature^2 KL(p, q) in nats, and the sum of the weights.
 
@@ -108,24 +110,28 @@ def divergence(
     p is the teacher's distribution over its k rows; it gets no gradient. The forward one reads q
     over the whole head, so that mass outside of the k rows costs; the reverse one is only finite
     for q over the same rows, and renormalises q over them. The square of the temperature keeps
-    the size of the gradient (Hinton et al. 2015, arXiv 1503.02531, section 2).
+    the size of the gradient (Hinton et al. 2015, arXiv 1503.02531, section 2). With `comm`
+    the logits may be a part of the vocabulary; the teacher is whole.
     """
-    p_log = jax.nn.log_softmax(jax.lax.stop_gradient(teacher.logit_BTk) / temperature, axis=-1)
-    used = teacher.logit_BTk > -jnp.inf
+    teacher_BTk = jax.lax.stop_gradient(teacher.logit_BTk)
     scaled_BTU = logits_BTU / temperature
-    q_log = scaled_BTU
-    if teacher.row_BTk is not None:
-        q_log = jnp.take_along_axis(scaled_BTU, teacher.row_BTk, axis=2)
+    if teacher.row_BTk is None:  # over the rows that this device has, of its part of the logits
+        over, q_log = comm, scaled_BTU
+        teacher_BTk = comm.own_rows(teacher_BTk, scaled_BTU.shape[2])
+    else:  # over k rows that every device knows
+        over, q_log = LOCAL, comm.logits_at(scaled_BTU, teacher.row_BTk)
+    used = teacher_BTk > -jnp.inf
+    p_log = teacher_BTk / temperature
+    p_log -= over.log_sum_exp(p_log)[..., None]
     if kind == "forward":
-        q_log -= jax.nn.logsumexp(scaled_BTU, axis=-1, keepdims=True)
-        terms = jnp.exp(p_log) * (jnp.where(used, p_log, jnp.zeros_like(p_log)) - q_log)
+        q_log -= comm.log_sum_exp(scaled_BTU)[..., None]
     elif kind == "reverse":
-        q_log = jax.nn.log_softmax(jnp.where(used, q_log, -jnp.inf), axis=-1)
-        q_log, p_log = (jnp.where(used, x, jnp.zeros_like(x)) for x in (q_log, p_log))
-        terms = jnp.exp(q_log) * (q_log - p_log)
+        q_log -= over.log_sum_exp(jnp.where(used, q_log, -jnp.inf))[..., None]
     else:
         raise ValueError(f"Divergence {kind!r}: use 'forward' or 'reverse'.")
-    nats_BT = jnp.where(used, terms, jnp.zeros_like(terms)).sum(-1)
+    q_log, p_log = (jnp.where(used, x, jnp.zeros_like(x)) for x in (q_log, p_log))
+    of, to = (p_log, q_log) if kind == "forward" else (q_log, p_log)
+    nats_BT = over.total((jnp.exp(of) * (of - to)).sum(-1))
     return _weighted(temperature**2 * nats_BT, weight_BT)
 
 

@@ -1,6 +1,7 @@
 """A LLaMA decoder as `Stages`, and the way between training's stacked blocks and decoding's."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from models.config import ModelConfig
 from models.feature import FeatureModel
 from models.layers import rope_tables
 from models.losses import Batch, FeatureBatch, Teacher, cross_entropy, divergence
+from models.seats import seats_of
 from models.transformer import Block, Transformer
 from parallel.comm import LOCAL, Comm
 from parallel.stages import Params, Stages, forward, num_blocks, one_block, stack
@@ -87,7 +89,8 @@ def llama_stages(
 
     def head(outer: Transformer | FeatureModel, x_BTD: jax.Array, comm: Comm) -> jax.Array:
         decoder = held(outer)
-        return decoder.head(decoder.final_norm(x_BTD), comm)
+        logits_BTU = decoder.head(decoder.final_norm(x_BTD), comm)
+        return comm.without_padding(logits_BTU, config.draft_vocab_size)
 
     def loss_of(
         outer: Transformer | FeatureModel, x_BTD: jax.Array, batch: Batch, comm: Comm
@@ -95,14 +98,12 @@ def llama_stages(
         logits_BTU = head(outer, x_BTD, comm)
         if loss == "cross_entropy":
             return cross_entropy(logits_BTU, batch.label_BT, batch.weight_BT, comm)
-        if logits_BTU.shape[2] != config.draft_vocab_size:
-            raise ValueError(f"Loss {loss!r} needs the whole head on a device: no tensor axis.")
         if batch.teacher is None:
             raise ValueError(f"Loss {loss!r} needs the teacher's distribution: Batch.teacher.")
         kind: Literal["forward", "reverse"] = "forward" if loss == "forward_kl" else "reverse"
-        return divergence(batch.teacher, logits_BTU, batch.weight_BT, kind, temperature)
+        return divergence(batch.teacher, logits_BTU, batch.weight_BT, kind, temperature, comm)
 
-    return Stages(embed, context, block, head, loss_of)
+    return Stages(embed, context, block, head, loss_of, functools.partial(seats_of, config))
 
 
 def decoder_of(model: Transformer | FeatureModel) -> Transformer:

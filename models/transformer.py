@@ -1,5 +1,6 @@
 """The decoder: embed, blocks, head. One `__call__` trains, prefills and verifies trees."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,8 +68,9 @@ class Transformer(nnx.Module):
 
     Attributes:
         config: its sizes and constants.
-        kernel: implementation of tree attention ("reference", "tpu", "gpu"); None, the default,
-            for the platform's own. Set it to build for a GPU that is not here, or to compare.
+        kernel: implementation of tree attention, see `pallas_kernels.tree_attention`; None, the
+            default, for the platform's own. Set it to build for a GPU that is not here, or to
+            compare.
         taps: blocks whose output is handed out as well, ascending; () by default. Set it to what
             the feature drafter was trained on, see `models.feature`.
     """
@@ -147,13 +149,27 @@ class Transformer(nnx.Module):
         tree_kv, tapped = [], []
         for i, block in enumerate(self.blocks):
             cached = (cache.k_BKSA[i], cache.v_BKSA[i])
-            x_BND, kv = block(x_BND, ctx, cached, None if earlier is None else earlier[i], comm)
+            before = None if earlier is None else earlier[i]
+            x_BND, kv = _run_block(block, x_BND, ctx, cached, before, comm)
             tree_kv.append(kv)
             if i in self.taps:
                 tapped.append(normalised(x_BND, self.config.norm_eps))
         final_BND = self.final_norm(x_BND)
         hidden_BNID = jnp.stack((*tapped, final_BND), axis=-2)
         return Output(self.head(final_BND, comm), hidden_BNID, tuple(tree_kv))
+
+
+@functools.partial(jax.jit, static_argnames="comm", inline=True)
+def _run_block(
+    block: Block,
+    x_BND: jax.Array,
+    ctx: Context,
+    cached: tuple[jax.Array, jax.Array],
+    earlier: LayerKV | None,
+    comm: Comm,
+) -> tuple[jax.Array, LayerKV]:
+    """Calls a block. Blocks are alike, so Python runs once for all of them; XLA sees no call."""
+    return block(x_BND, ctx, cached, earlier, comm)
 
 
 def causal_mask(batch: int, length: int) -> jax.Array:

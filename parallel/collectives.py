@@ -213,6 +213,19 @@ def reduce(x: jax.Array, axes: tuple[str, ...], how: Composition) -> jax.Array:
     return jnp.where(_first(axes), total, jnp.zeros_like(total))
 
 
+def send(x: jax.Array, pairs: Sequence[tuple[int, int]], name: str, how: Composition) -> jax.Array:
+    """Sends an array along a mesh axis, in chunks; zeros where nobody sends to.
+
+    Args:
+        x: any shape.
+        pairs: places along the axis, from and to; each sends and receives once at most.
+        name: mesh axis.
+        how: composition of a send.
+    """
+    parts = [lax.ppermute(part, name, pairs) for part in cut(x.ravel(), how.chunks, 0)]
+    return jnp.concatenate(parts).reshape(x.shape) if len(parts) > 1 else parts[0].reshape(x.shape)
+
+
 def cut(x: jax.Array, chunks: int, axis: int) -> list[jax.Array]:
     """Cuts into pieces that differ by one entry at most; never more pieces than entries."""
     return jnp.array_split(x, min(chunks, max(x.shape[axis], 1)), axis)

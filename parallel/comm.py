@@ -63,8 +63,23 @@ class Comm(Protocol):
         """Returns the log-sum-exp over the whole vocabulary, of which a device may have a part."""
         ...
 
-    def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
-        """Returns the logit of each label, a row of the whole head; [B, T]."""
+    def logits_at(self, logits_BTV: jax.Array, row_BTk: jax.Array) -> jax.Array:
+        """Returns the logits of k rows of the whole head at each token; [B, T, k]."""
+        ...
+
+    def without_padding(self, logits_BTV: jax.Array, size: int) -> jax.Array:
+        """Returns the logits with -inf at rows that only make the head divide: from `size` on."""
+        ...
+
+    def own_rows(self, x_BTV: jax.Array, rows: int) -> jax.Array:
+        """Returns this device's part of what all devices have for the whole vocabulary.
+
+        As many rows as its part of the logits has; -inf at those that are padding.
+        """
+        ...
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums what the devices found over their parts of the vocabulary."""
         ...
 
 
@@ -96,9 +111,21 @@ class LocalComm:
         """See `Comm.log_sum_exp`."""
         return jax.nn.logsumexp(logits_BTV, axis=-1)
 
-    def logit_of(self, logits_BTV: jax.Array, label_BT: jax.Array) -> jax.Array:
-        """See `Comm.logit_of`."""
-        return jnp.take_along_axis(logits_BTV, label_BT[:, :, None], axis=2)[..., 0]
+    def logits_at(self, logits_BTV: jax.Array, row_BTk: jax.Array) -> jax.Array:
+        """See `Comm.logits_at`."""
+        return jnp.take_along_axis(logits_BTV, row_BTk, axis=2)
+
+    def without_padding(self, logits_BTV: jax.Array, size: int) -> jax.Array:
+        """Returns the logits: a whole head has no padding."""
+        return logits_BTV
+
+    def own_rows(self, x_BTV: jax.Array, rows: int) -> jax.Array:
+        """Returns `x_BTV`."""
+        return x_BTV
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Returns `x`."""
+        return x
 
 
 @dataclasses.dataclass(frozen=True)

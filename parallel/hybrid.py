@@ -4,14 +4,17 @@ One device holds a shard of every weight (`sharding.training_specs`) and a part 
 Weights vary over the whole mesh before they are differentiated, so JAX inserts no reduction of its
 own; what a plan says is all that is sent:
 
-    fsdp     weights gathered before use, their gradients scattered (ZeRO, arXiv 1910.02054)
-    tensor   inside the blocks, through `comm` (`parallel.sequence`)
+    shards   weights gathered before use, their gradients scattered (ZeRO, arXiv 1910.02054)
+    tensor   inside embedding, blocks, head and loss, through `comm` (`parallel.sequence`)
     pipe     activations, see `parallel.pipeline`
-    data     gradients reduced; also over every other axis on which a weight is whole
+    others   gradients reduced; also over every other axis on which a weight is whole
+
+Shards lie over `fsdp`, or over a slow and a fast axis together, such as `host` and `fsdp`.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +29,7 @@ from parallel.partition import flat
 from parallel.pipeline import pipeline_sums
 from parallel.plan import BATCH, Plan
 from parallel.sequence import SequenceComm
+from parallel.sharding import axes_in
 from parallel.stages import Params, Stages, forward_loss
 
 
@@ -50,49 +54,55 @@ class Layout:
         """What blocks talk through."""
         if "tensor" not in self.sizes:
             return LOCAL
-        return SequenceComm("tensor", self.plan.column, self.plan.row)
+        plan = self.plan
+        return SequenceComm("tensor", plan.column, plan.row, plan.table, plan.head, plan.loss)
+
+    @property
+    def shard(self) -> tuple[str, ...]:
+        """Axes of this mesh over which shards lie."""
+        return self.plan.sharded(self.sizes)
 
     def vary(self, params: Any) -> Any:
         """Marks weights as different on every device, before they are differentiated."""
 
         def leaf(w: jax.Array, spec: PartitionSpec) -> jax.Array:
-            whole = tuple(axis for axis in self.sizes if axis not in spec)
+            whole = tuple(axis for axis in self.sizes if axis not in axes_in(spec))
             return lax.pcast(w, whole, to="varying") if whole else w
 
         return jax.tree.map(leaf, params, self.specs)
 
     def whole(self, shards: Any, specs: Any, dtype: jax.typing.DTypeLike | None) -> Any:
-        """Gathers weights over `fsdp`, cast to `dtype` first; gradients come back as shards."""
+        """Gathers weights over their shards, cast to `dtype`; gradients come back as shards."""
         leaves = jax.tree.leaves(shards)
-        axes = [_fsdp_axis(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
-        plan = self.plan
+        axes = [self._split(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
+        plan, over = self.plan, self.shard
         if plan.bucket == "block":
-            out = _gather_together(tuple(leaves), tuple(axes), plan, dtype)
+            out = _gather_together(tuple(leaves), tuple(axes), over, plan, dtype)
         else:
             pairs = zip(leaves, axes, strict=True)
-            out = tuple(_gather_together((w,), (axis,), plan, dtype)[0] for w, axis in pairs)
+            out = tuple(_gather_together((w,), (axis,), over, plan, dtype)[0] for w, axis in pairs)
         return jax.tree.unflatten(jax.tree.structure(shards), out)
 
     def shards(self, gradient: Any, specs: Any) -> Any:
-        """Scatters the gradient of whole weights over `fsdp`: sums, keeps this device's part."""
+        """Scatters the gradient of whole weights: sums, keeps this device's shard."""
 
         def leaf(g: jax.Array, spec: PartitionSpec) -> jax.Array:
-            axis = _fsdp_axis(spec)
+            axis, over = self._split(spec), self.shard
             if axis is None:
                 return g
-            return collectives.reduce_scatter(g, axis, ("fsdp",), self.plan.scattering())
+            return collectives.reduce_scatter(g, axis, over, self.plan.how("scatter", over))
 
         return jax.tree.map(leaf, gradient, specs)
 
     def reduced(self, gradient: Any, over: tuple[str, ...]) -> Any:
         """Sums the gradient of each weight over those of `over` on which the weight is whole."""
+        replicas = self.plan.axes("reduce", self.sizes)
 
         def leaf(g: jax.Array, spec: PartitionSpec) -> jax.Array:
-            axes = tuple(axis for axis in over if axis not in spec)
-            batch = tuple(axis for axis in axes if axis in ("host", "data"))
-            if batch:
-                g = collectives.all_reduce(g, self.plan.reducing(batch))
-            rest = tuple(axis for axis in axes if axis not in batch)
+            if replicas:
+                g = collectives.all_reduce(g, self.plan.how("reduce", replicas))
+            done = (*replicas, *axes_in(spec))
+            rest = tuple(axis for axis in over if axis not in done)
             return collectives.all_reduce(g, flat("all_reduce", rest)) if rest else g
 
         if self.plan.order == "free":
@@ -103,6 +113,11 @@ class Layout:
         for g, spec in zip(reversed(leaves), reversed(specs), strict=True):
             done.append(leaf(_after(g, done[-1]) if done else g, spec))
         return jax.tree.unflatten(jax.tree.structure(gradient), done[::-1])
+
+    def _split(self, spec: PartitionSpec) -> int | None:
+        """Returns the axis of a weight that is split into shards."""
+        found = (i for i, entry in enumerate(spec) if {*axes_in([entry])} & {*self.shard})
+        return next(found, None)
 
 
 def sharded_sums(
@@ -128,8 +143,9 @@ def sharded_sums(
     plan, comm = layout.plan, layout.comm
     params = layout.vary(params)
     micro = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
-    gather_all = "fsdp" in layout.sizes and plan.zero < 3
-    whole_block = layout.sizes.get("fsdp", 1) > 1 and not gather_all
+    gather_all = bool(layout.shard) and plan.zero < 3
+    parts = math.prod(layout.sizes[axis] for axis in layout.shard)
+    keep = functools.partial(_keep_no_weights, layout.shard)
     block_specs = jax.tree.map(
         lambda spec: PartitionSpec(*spec[1:]), layout.specs.blocks, is_leaf=_is_spec
     )
@@ -153,14 +169,12 @@ def sharded_sums(
         "scan": scan,
         "weights_of": weights_of,
         "prefetch": plan.prefetch,
-        "policy": _keep_no_weights if whole_block and not remat else None,
+        "policy": keep if parts > 1 and not (gather_all or remat) else None,
     }
 
     every = tuple(layout.sizes)
     if "pipe" in layout.sizes:
-        loss, weight, gradient = pipeline_sums(
-            stages, ready, micro, comm, plan.schedule, outer_of, how
-        )
+        loss, weight, gradient = pipeline_sums(stages, ready, micro, comm, plan, outer_of, how)
         gradient = layout.shards(gradient, layout.specs) if gather_all else gradient
         gradient = layout.reduced(gradient, every)
         batch_axes = tuple(axis for axis in (*BATCH, "pipe") if axis in layout.sizes)
@@ -197,15 +211,15 @@ def sharded_sums(
     return loss, weight, gradient
 
 
-def _keep_no_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
+def _keep_no_weights(shard: tuple[str, ...], primitive: Any, *_: Any, **parameters: Any) -> bool:
     """What a block under ZeRO-3 keeps for its backward pass: products, and what was received.
 
-    Not the weights: they are gathered again.
+    Not the weights: they are gathered again, over `shard`.
     """
     axes = parameters.get("axis_name", parameters.get("axes", ()))
     names = axes if isinstance(axes, tuple) else (axes,)
     received = any(isinstance(name, str) for name in names)
-    return "fsdp" not in names and (received or primitive.name == "dot_general")
+    return not {*names} & {*shard} and (received or primitive.name == "dot_general")
 
 
 def _is_spec(x: Any) -> bool:
@@ -225,18 +239,15 @@ def _after(x: jax.Array, earlier: jax.Array) -> jax.Array:
     return x + wait.astype(x.dtype)
 
 
-def _fsdp_axis(spec: PartitionSpec) -> int | None:
-    return [*spec].index("fsdp") if "fsdp" in spec else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather_together(
     weights: tuple[jax.Array, ...],
     axes: tuple[int | None, ...],
+    over: tuple[str, ...],
     plan: Plan,
     dtype: jax.typing.DTypeLike | None,
 ) -> tuple[jax.Array, ...]:
-    """Casts weights and gathers those that have an axis for it, in one collective.
+    """Casts weights and gathers those that have an axis for it over `over`, in one collective.
 
     In the backward pass gradients are widened again before they are summed.
     """
@@ -246,11 +257,11 @@ def _gather_together(
         return tuple(cast)
     if len(moving) == 1:
         ((i, axis),) = moving.items()
-        cast[i] = collectives.all_gather(cast[i], axis, ("fsdp",), plan.gathering())
+        cast[i] = collectives.all_gather(cast[i], axis, over, plan.how("gather", over))
         return tuple(cast)
     front = [jnp.moveaxis(cast[i], axis, 0) for i, axis in moving.items()]
     flat_n = jnp.concatenate([w.ravel() for w in front])
-    whole = collectives.all_gather(flat_n, 0, ("fsdp",), plan.gathering())
+    whole = collectives.all_gather(flat_n, 0, over, plan.how("gather", over))
     by_shard = whole.reshape(-1, flat_n.size)
     start = 0
     for (i, axis), w in zip(moving.items(), front, strict=True):
@@ -263,16 +274,18 @@ def _gather_together(
 def _gather_forward(
     weights: tuple[jax.Array, ...],
     axes: tuple[int | None, ...],
+    over: tuple[str, ...],
     plan: Plan,
     dtype: jax.typing.DTypeLike | None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     # Only their dtypes are wanted later.
     empty = tuple(w.ravel()[:0] for w in weights)
-    return _gather_together(weights, axes, plan, dtype), empty
+    return _gather_together(weights, axes, over, plan, dtype), empty
 
 
 def _gather_backward(
     axes: tuple[int | None, ...],
+    over: tuple[str, ...],
     plan: Plan,
     dtype: jax.typing.DTypeLike | None,
     kept: tuple[jax.Array, ...],
@@ -282,13 +295,13 @@ def _gather_backward(
     moving = {i: axis for i, axis in enumerate(axes) if axis is not None}
     if len(moving) == 1:
         ((i, axis),) = moving.items()
-        wide[i] = collectives.reduce_scatter(wide[i], axis, ("fsdp",), plan.scattering())
+        wide[i] = collectives.reduce_scatter(wide[i], axis, over, plan.how("scatter", over))
     elif moving:
-        g = collectives.size_of(("fsdp",))
+        g = collectives.size_of(over)
         front = [jnp.moveaxis(wide[i], axis, 0) for i, axis in moving.items()]
         rows = [w.reshape(g, -1) for w in front]
         whole = jnp.concatenate(rows, axis=1).ravel()
-        mine = collectives.reduce_scatter(whole, 0, ("fsdp",), plan.scattering())
+        mine = collectives.reduce_scatter(whole, 0, over, plan.how("scatter", over))
         start = 0
         for (i, axis), w, row in zip(moving.items(), front, rows, strict=True):
             part = mine[start : start + row.shape[1]].reshape(-1, *w.shape[1:])

@@ -130,16 +130,18 @@ def parse_mesh(text: str) -> dict[str, int]:
         raise ValueError(f"Mesh {text!r}: write data=2,fsdp=4.") from None
 
 
-def check_collectives(mesh: Mesh) -> None:
-    """Runs each collective over each axis, and over all, on the backend at hand, once.
+def check_collectives(mesh: Mesh, shard: tuple[str, ...] = ()) -> None:
+    """Runs each collective over each axis, over shards, and over all, on this backend, once.
+
+    Args:
+        mesh: of the training.
+        shard: axes over which shards lie, see `plan.Plan.sharded`.
 
     Raises:
         RuntimeError: naming the collective and axes whose result is wrong.
     """
     groups = [(axis,) for axis in mesh.axis_names]
-    if len(groups) > 1:
-        groups.append(mesh.axis_names)
-    for names in groups:
+    for names in dict.fromkeys((*groups, shard or mesh.axis_names, mesh.axis_names)):
         g = math.prod(mesh.shape[name] for name in names)
         x = np.arange(g * g * 2, dtype=np.float32).reshape(g, g * 2) % 7
         wanted = {
@@ -155,8 +157,8 @@ def check_collectives(mesh: Mesh) -> None:
         run = functools.partial(_one_of_each, names=names)
         mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
         for name, got in mapped(placed(x, mesh, spec)).items():
-            for shard in got.addressable_shards:
-                if not np.array_equal(shard.data, wanted[name][shard.index]):
+            for part in got.addressable_shards:
+                if not np.array_equal(part.data, wanted[name][part.index]):
                     raise RuntimeError(
                         f"{name} over mesh axes {names} ({g} devices) gives wrong values on "
                         f"{jax.default_backend()}: do not train on this machine."

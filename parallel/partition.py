@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Literal, Self, get_args
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"]
+Kind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send"
+]
 # What is sent: the kinds themselves, their halves, and rings or pairs of permutations.
 Primitive = Literal[
     "all_reduce",
@@ -27,10 +29,11 @@ Primitive = Literal[
     "ring_gather",
     "ring_scatter",
     "pairwise",
+    "send",
 ]
 _GATHERS, _SCATTERS = ("all_gather", "ring_gather"), ("reduce_scatter", "ring_scatter")
 _EXCHANGES = ("all_to_all", "pairwise")
-_ONE_AXIS = ("ring_gather", "ring_scatter", "pairwise")
+_ONE_AXIS = ("ring_gather", "ring_scatter", "pairwise", "send")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Collective:
 
     Attributes:
         kind: an all-reduce sums; a reduce ends on the group's first device, a broadcast starts
-            there.
+            there; a send goes from every device but the last to the next one.
         axes: mesh axes that span the group, outermost first: shards are numbered in this order.
         nbytes: of the whole array (all shards together) on one device.
         dtype: its name.
@@ -96,7 +99,9 @@ class Composition:
                     f"Primitive {op.primitive!r}: choose one of {', '.join(get_args(Primitive))}."
                 )
             if op.primitive in _ONE_AXIS and len(op.axes) != 1:
-                raise ValueError(f"{op}: a ring runs over one mesh axis; give one op an axis.")
+                raise ValueError(
+                    f"{op}: a ring runs over one mesh axis, a send along one; give one op an axis."
+                )
 
     def __str__(self) -> str:
         chunks = f" /{self.chunks}" if self.chunks > 1 else ""
@@ -192,13 +197,17 @@ def check(kind: Kind, axes: tuple[str, ...], how: Composition) -> None:
             if kind != "broadcast" or over & done:
                 refuse(op, "sends from one device what all have")
             done |= over
+        elif op.primitive == "send":
+            if kind != "send" or over != set(axes) or done:
+                refuse(op, "passes on to the next device along one axis, once: for sends only")
+            done |= over
     wanted_sum = set(axes) if kind in ("all_reduce", "reduce_scatter", "reduce") else set()
     wanted_held = set(axes) if kind == "reduce_scatter" else set()
-    wanted_done = set(axes) if kind in ("all_to_all", "broadcast") else set()
+    wanted_done = set(axes) if kind in ("all_to_all", "broadcast", "send") else set()
     if (summed, set(held), done) != (wanted_sum, wanted_held, wanted_done):
         raise ValueError(
             f"{how} is no {kind} over {axes}: it ends summed over {sorted(summed)}, sharded over "
-            f"{held}, exchanged over {sorted(done)}."
+            f"{held}, exchanged or sent over {sorted(done)}."
         )
 
 
@@ -250,6 +259,8 @@ def _sequences(kind: Kind, axes: tuple[str, ...]) -> Iterator[tuple[Op, ...]]:
         found = each(_SCATTERS)
     elif kind == "all_to_all":
         found = each(_EXCHANGES)
+    elif kind == "send":
+        found = (way for way in each(("send",)) if len(axes) == 1)
     elif kind == "broadcast":
         halves = ((s, g) for s in each(("scatter",)) for g in each(_GATHERS))
         found = itertools.chain(each(("broadcast",)), (s + g for s, g in halves))

@@ -10,14 +10,17 @@ the loss; the others compute both too and drop them, as collectives must not dep
   the latter from a kept stage input, of which at most 2 (stages - 1) + 1 are needed.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from parallel import collectives
 from parallel.comm import Comm
+from parallel.plan import Plan
 from parallel.stages import Params, Stages, run_blocks
 
 AXIS = "pipe"
@@ -30,7 +33,7 @@ def pipeline_sums(
     params: Params,
     micro: Any,
     comm: Comm,
-    schedule: Literal["gpipe", "1f1b"],
+    plan: Plan,
     outer_of: Callable[[Params], Params],
     how: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array, Params]:
@@ -41,7 +44,7 @@ def pipeline_sums(
         params: this stage's blocks, and the outer weights.
         micro: micro-batches, every leaf [M, b, ...].
         comm: for the blocks.
-        schedule: see the module.
+        plan: its `schedule`, and how it sends.
         outer_of: makes the outer weights whole.
         how: for `stages.run_blocks`.
     """
@@ -71,14 +74,15 @@ def pipeline_sums(
     nothing = jnp.zeros_like(shape) + jnp.asarray(EMPTY, shape.dtype)
     onwards, back = [(i, i + 1) for i in range(P - 1)], [(i + 1, i) for i in range(P - 1)]
     tick_T = jnp.arange(M + P - 1, dtype=jnp.int32)
+    passed = functools.partial(collectives.send, name=AXIS, how=plan.how("send", (AXIS,)))
 
-    if schedule == "gpipe":
+    if plan.schedule == "gpipe":
 
         def total(params: Params) -> tuple[jax.Array, jax.Array]:
             def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
                 x, loss, weight = carry
                 y, (more, heavier) = stage(params, x, t - s)
-                return (lax.ppermute(y, AXIS, onwards), loss + more, weight + heavier), None
+                return (passed(y, onwards), loss + more, weight + heavier), None
 
             begin = jax.tree.map(
                 jnp.zeros_like, jax.eval_shape(lambda: stage(params, nothing, s)[1])
@@ -104,7 +108,7 @@ def pipeline_sums(
         seed = jnp.where(exists(n), jnp.ones_like(loss_n), jnp.zeros_like(loss_n))
         d_params, dx = pull((dy, (seed, jnp.zeros_like(loss_n))))
         gradient = jax.tree.map(jnp.add, gradient, d_params)
-        sent = lax.ppermute(y, AXIS, onwards), lax.ppermute(dx, AXIS, back)
+        sent = passed(y, onwards), passed(dx, back)
         return (*sent, stash, gradient, loss + more, weight + heavier), None
 
     begin = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: stage(params, nothing, s)[1]))

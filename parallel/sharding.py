@@ -1,6 +1,7 @@
 """Which axis of an array lies on which axis of the mesh: one small table of letters."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,19 +52,29 @@ def letters_of(path: tuple[Any, ...]) -> str:
     return ""
 
 
-def training_specs(params: Any, sizes: Mapping[str, int]) -> Any:
+def axes_in(spec: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the mesh axes over which a placement, or some of its entries, split an array."""
+    entries = [(each,) if isinstance(each, str) else each or () for each in spec]
+    return tuple(axis for entry in entries for axis in entry)
+
+
+def training_specs(params: Any, sizes: Mapping[str, int], shard: Sequence[str] = ("fsdp",)) -> Any:
     """Returns the placement of training's weights: what each device keeps between steps.
 
     By letter on `tensor` and `pipe` (`TRAINING`); then the first axis that is left and divides on
-    `fsdp`. A weight none of whose axes divides stays whole there, and its gradient is reduced.
+    all of `shard` together, numbered with the outermost first. A weight none of whose axes divides
+    stays whole there, and its gradient is reduced.
 
     Args:
         params: `parallel.stages.Params` or a pytree of that form (arrays or shapes).
         sizes: devices along each mesh axis.
+        shard: mesh axes over which shards lie; those that the mesh does not have are left out.
 
     Raises:
         ValueError: naming weight, axis and mesh axis where a size does not divide.
     """
+    shard = tuple(axis for axis in shard if axis in sizes)
+    parts = math.prod(sizes[axis] for axis in shard)
 
     def leaf(path: tuple[Any, ...], array: Any) -> PartitionSpec:
         letters = letters_of(path)
@@ -71,7 +82,7 @@ def training_specs(params: Any, sizes: Mapping[str, int]) -> Any:
             letters = "L" + letters  # blocks lie on top of each other
         if len(letters) != len(array.shape):
             return PartitionSpec()
-        placed: list[str | None] = [TRAINING.get(letter) for letter in letters]
+        placed: list[Any] = [TRAINING.get(letter) for letter in letters]
         placed = [axis if axis in sizes else None for axis in placed]
         for letter, axis, size in zip(letters, placed, array.shape, strict=True):
             if axis is not None and size % sizes[axis]:
@@ -80,8 +91,8 @@ def training_specs(params: Any, sizes: Mapping[str, int]) -> Any:
                     f"divide over the {sizes[axis]} devices of mesh axis {axis!r}: change the mesh."
                 )
         for i, letter in enumerate(letters):
-            if placed[i] is None and letter != "L" and array.shape[i] % sizes.get("fsdp", 1) == 0:
-                placed[i] = "fsdp" if "fsdp" in sizes else None
+            if shard and placed[i] is None and letter != "L" and array.shape[i] % parts == 0:
+                placed[i] = shard if len(shard) > 1 else shard[0]
                 break
         while placed and placed[-1] is None:  # the form in which JAX gives placements back
             placed.pop()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from parallel.comm import LOCAL, Comm
 from parallel.prefetch import run_prefetched
+from parallel.seats import Seats
 
 
 class Params(NamedTuple):
@@ -44,6 +45,9 @@ class Stages:
         loss: `(outer, x_BTD, batch, comm) -> (sum, weight)`, both scalars of at least float32:
             the weighted sum of the tokens' losses (nats) and the sum of their weights. The mean
             is taken once, over everything that makes one optimiser step.
+        seats: `(ranks) -> Seats`: how axes sit on that many tensor ranks that they do not divide
+            over, with `head` and `loss` blind to empty seats of the vocabulary. By default no axis
+            is laid out anew.
     """
 
     embed: Callable[[Any, Any, Comm], jax.Array]
@@ -51,6 +55,7 @@ class Stages:
     block: Callable[[Any, jax.Array, Any, Comm], tuple[jax.Array, Any]]
     head: Callable[[Any, jax.Array, Comm], jax.Array]
     loss: Callable[[Any, jax.Array, Any, Comm], tuple[jax.Array, jax.Array]]
+    seats: Callable[[int], Seats] = lambda ranks: {}
 
 
 def forward_loss(

@@ -3,6 +3,8 @@
 Without a mesh it is the oracle of every other. On a mesh the gradient is computed under `shard_map`
 (`parallel.hybrid`), every collective named by a plan; the optimiser then updates each device's
 shards. What an optimiser needs of the whole gradient (a norm, to clip it) the compiler reduces.
+Weights whose axes do not divide over `tensor` are brought to their seats and back by the compiler
+too, once a step (`parallel.seats`).
 """
 
 import dataclasses
@@ -21,6 +23,7 @@ from parallel.comm import LOCAL
 from parallel.hybrid import Layout, sharded_sums
 from parallel.launch import placed
 from parallel.plan import AXES, BATCH, Plan
+from parallel.seats import resting_specs, seated, unseated
 from parallel.sharding import shardings, training_specs
 from parallel.stages import Params, Stages, forward_loss
 
@@ -64,17 +67,21 @@ Step = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
 
 
 def init_state(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
 ) -> TrainState:
     """Returns the state before the first step. The weights are copied: a step donates its state.
 
     Args:
         params: weights.
         optimizer: any optax transformation.
-        mesh: where the state lies, see `sharding.training_specs`; None for one device.
+        mesh: where the state lies, see `seats.resting_specs`; None for one device.
+        plan: of the training: its `shard`; None for `Plan()`.
 
     Raises:
-        ValueError: if a weight does not divide over the mesh.
+        ValueError: if blocks do not divide over the stages of a pipeline.
     """
     zero = jnp.zeros((), jnp.int32)
     if mesh is None:
@@ -82,22 +89,29 @@ def init_state(
         return TrainState(params, optimizer.init(params), zero, jnp.copy(zero))
     # Moments are made where they stay: no device ever holds all of them.
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params), zero, zero)
-    where = state_shardings(shapes, optimizer, mesh)
+    where = state_shardings(shapes, optimizer, mesh, plan)
     params = jax.tree.map(lambda leaf, to: placed(leaf, mesh, to.spec), params, where.params)
     opt_state = jax.jit(optimizer.init, out_shardings=where.opt_state)(params)
     counters = [placed(np.zeros((), np.int32), mesh, PartitionSpec()) for _ in range(2)]
     return TrainState(params, opt_state, *counters)
 
 
-def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+def state_shardings(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    plan: Plan | None = None,
+) -> Any:
     """Returns where every leaf of a state lies: moments with their weights, the rest everywhere.
 
     Args:
         state: arrays or shapes.
         optimizer: whose state it holds.
         mesh: of the training.
+        plan: likewise.
     """
-    weights = shardings(mesh, training_specs(state.params, dict(mesh.shape)))
+    shard = (plan or Plan()).shard
+    weights = shardings(mesh, resting_specs(state.params, dict(mesh.shape), shard=shard))
     everywhere = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree_utils.tree_map_params(
         optimizer,
@@ -134,8 +148,9 @@ def make_train_step(
         stages: the model.
         optimizer: any optax transformation.
         mesh: None for one device; else axes of `plan.AXES`: the batch is split over `host`, `data`
-            and `fsdp`, weights over `fsdp`, heads, widths and vocabulary over `tensor`, blocks
-            over `pipe`. The state comes from `init_state` with the same mesh.
+            and `fsdp`, weights over the plan's `shard`, heads, widths and vocabulary over `tensor`
+            (padded or with copies where they do not divide, see `Stages.seats`), blocks over
+            `pipe`. The state comes from `init_state` with the same mesh and plan.
         plan: which collective is carried out how; None for `Plan()`.
         accumulate: micro-batches a device computes one after the other.
         compute_dtype: what the weights are cast to in the forward and backward pass, such as
@@ -144,8 +159,8 @@ def make_train_step(
         scan: see `forward_loss`.
 
     Raises:
-        ValueError: for another mesh, or (at the first call) a batch that does not divide by
-            devices and micro-batches.
+        ValueError: for another mesh, more tensor ranks than the model can use, or (at the first
+            call) a batch that does not divide by devices and micro-batches.
     """
     sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is None and plan is not None:
@@ -155,6 +170,7 @@ def make_train_step(
     plan = plan or Plan()
     plan.check(sizes, scan)
     devices = math.prod(sizes.get(axis, 1) for axis in BATCH)
+    seats = stages.seats(sizes["tensor"]) if "tensor" in sizes else {}
     if accumulate < 1:
         raise ValueError(f"accumulate = {accumulate} must be at least 1.")
 
@@ -179,14 +195,16 @@ def make_train_step(
         return loss, weight, gradient
 
     def mapped(params: Params, batch: Any) -> tuple[jax.Array, jax.Array, Params]:
-        specs = training_specs(params, sizes)
+        params = seated(params, seats)
+        specs = training_specs(params, sizes, plan.shard)
         layout = Layout(specs, sizes, plan, compute_dtype)
         whole = PartitionSpec()
         parts = PartitionSpec(tuple(axis for axis in BATCH if axis in sizes))
         run = functools.partial(sharded_sums, stages, layout, accumulate, remat, scan)
-        return jax.shard_map(
+        loss, weight, gradient = jax.shard_map(
             run, mesh=mesh, in_specs=(specs, parts), out_specs=(whole, whole, specs)
         )(params, batch)
+        return loss, weight, unseated(gradient, seats)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         _check_batch(batch, devices, accumulate)
@@ -211,7 +229,7 @@ def make_train_step(
             state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
         )
         if mesh is not None:  # or the compiler might move the optimiser's state elsewhere
-            where = state_shardings(taken, optimizer, mesh)
+            where = state_shardings(taken, optimizer, mesh, plan)
             taken = jax.lax.with_sharding_constraint(taken, where)
         return taken, StepMetrics(loss * share, weight, norm, finite)
 

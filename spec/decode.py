@@ -141,19 +141,35 @@ def start(
 
 
 def advance(
-    target: Transformer, drafter: Drafter, state: DecodeState, settings: Settings, steps: jax.Array
-) -> DecodeState:
-    """Runs steps until every row is finished, at most `steps` (int32) of them."""
+    target: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    settings: Settings,
+    steps: jax.typing.ArrayLike,
+    leave: jax.typing.ArrayLike = 0,
+) -> tuple[DecodeState, Trace]:
+    """Runs steps until at most `leave` rows are unfinished, at most `steps` (int32) of them.
 
-    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        done, state = carry
-        return (done < steps) & jnp.any(state.finish_B == RUNNING)
+    Returns:
+        The state, and the trace of the last step: so pictures need no program of their own.
+        Without a step that is zeros.
+    """
+    Carry = tuple[jax.Array, DecodeState, Trace]
 
-    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        done, state = carry
-        return done + 1, spec_step(target, drafter, state, settings)[0]
+    def more(carry: Carry) -> jax.Array:
+        done, state, _ = carry
+        running = jnp.sum(state.finish_B == RUNNING, dtype=jnp.int32)
+        return (done < steps) & (running > leave)
 
-    return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))[1]
+    def body(carry: Carry) -> Carry:
+        done, state, _ = carry
+        return done + 1, *spec_step(target, drafter, state, settings)
+
+    B, N, P = state.root_B.shape[0], drafter.buckets[-1], drafter.depth + 1
+    ids_BN, ids_B = jnp.zeros((B, N), jnp.int32), jnp.zeros(B, jnp.int32)
+    tree = TokenTree(ids_BN, ids_BN, ids_BN, jnp.zeros((B, N), jnp.bool_))
+    nothing = Trace(tree, Accepted(jnp.zeros((B, P), jnp.int32), ids_B, ids_B))
+    return jax.lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state, nothing))[1:]
 
 
 def spec_step(

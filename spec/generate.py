@@ -1,126 +1,28 @@
-"""Prompts in, completions out: batching, bucketing, stop strings. The host side of `decode`."""
+"""Prompts in, completions out. The host side of `decode`."""
 
 import dataclasses
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from models.prefill import prefill
+from models.kv_cache import KVCache
 from models.transformer import Transformer
-from spec.decode import (
-    EOS,
-    LENGTH,
-    RUNNING,
-    DecodeState,
-    Settings,
-    Trace,
-    advance,
-    spec_step,
-    start,
-)
+from spec import decode
+from spec.batch import Batch
+from spec.decode import RUNNING, DecodeState, Settings, Trace, advance
 from spec.drafters.protocol import Drafter
 from spec.draws import Children
-from spec.metrics import Metrics
-from spec.sampling import GREEDY_BELOW, check_controls, rows
-from spec.stop import StopScanner
+from spec.reading import Prefilled, compile_reading, compiled, read, round_up
+from spec.request import Completion, Request
+from spec.sampling import GREEDY_BELOW, rows
 from spec.verify import Rule, rule
 from spec.verify.rule import check_fit
 
 # With stop strings the host looks at the text after at most this many steps.
 SEGMENT = 16
 _EVER = np.int32(np.iinfo(np.int32).max)
-
-# Apart from `_start`, so that one program serves every drafter.
-_prefill = jax.jit(prefill, static_argnames=("capacity",))
-_start = jax.jit(start, static_argnames=("out_size", "logprobs"), donate_argnames=("cache",))
-_advance = jax.jit(advance, donate_argnames=("state",))
-_traced_step = jax.jit(spec_step, donate_argnames=("state",))
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """How to continue a batch of prompts.
-
-    Attributes:
-        max_new_tokens: budget of every row, >= 0 tokens.
-        eos_ids: ids that end a row; may be empty.
-        vocab_size: ids that the tokenizer knows; None for the whole table. Ids from here on are
-            padding of the embedding table and are never chosen.
-        max_length: most tokens of prompt and output together; None for the model's own limit.
-        stop: strings that end a row; neither they nor anything after is returned.
-        token_bytes: bytes of a token id, needed for `stop` (`Tokenizer.token_bytes`).
-        temperature: 0 decodes greedily; more samples.
-        top_k: most probable tokens kept, 0 for all.
-        top_p: least probability kept, in (0, 1].
-        rule: name of the verification rule; None for the usual one of the drafter's children.
-        logprobs: return log-probabilities.
-        seed: of the random keys. A number: row i is request i of that seed, and a caller who
-            gives none has seed 0. A tuple: one seed a row, whose tokens then depend on nothing
-            but it, the prompt and the settings.
-        run_limit: most tokens a step may emit; None for as many as are accepted.
-        reserve: tokens (prompt and output) to pad for at least, so that batches of different
-            lengths share one compiled program.
-    """
-
-    max_new_tokens: int
-    eos_ids: tuple[int, ...] = ()
-    vocab_size: int | None = None
-    max_length: int | None = None
-    stop: tuple[str, ...] = ()
-    token_bytes: Callable[[int], bytes] | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    rule: str | None = None
-    logprobs: bool = False
-    seed: int | tuple[int, ...] = 0
-    run_limit: int | None = None
-    reserve: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be done."""
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens} must be 0 or more.")
-        if self.stop and (self.token_bytes is None or "" in self.stop):
-            raise ValueError(f"stop = {self.stop}: give token_bytes with it, and no empty string.")
-        check_controls(self.temperature, self.top_k, self.top_p)
-        for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
-            if not 0 <= operator.index(seed) < 2**32:
-                raise ValueError(f"seed = {seed} must lie in 0..{2**32 - 1}.")
-        if self.rule is not None:
-            rule(self.rule)
-        if self.rule == "greedy" and self.temperature >= GREEDY_BELOW:
-            raise ValueError(
-                f"The rule 'greedy' takes the best token, temperature = {self.temperature} asks "
-                "for draws: leave one of them out."
-            )
-        if self.run_limit is not None and self.run_limit < 1:
-            raise ValueError(f"run_limit = {self.run_limit} must be at least 1.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """Continuation of one prompt.
-
-    Attributes:
-        token_ids: emitted tokens, an ending end-of-sequence token included. After a stop string:
-            the tokens that begin before it.
-        finish_reason: "eos", "length" (budget or the model's limit) or "stop".
-        metrics: counts of the target steps that made these tokens.
-        logprobs: natural log-probability of each token under the target's own softmax (before
-            temperature, top-k and top-p); empty unless asked for.
-        stop_bytes: with finish reason "stop", how many bytes of the tokens' text to keep.
-    """
-
-    token_ids: tuple[int, ...]
-    finish_reason: Literal["eos", "length", "stop"]
-    metrics: Metrics
-    logprobs: tuple[float, ...] = ()
-    stop_bytes: int | None = None
 
 
 def generate(
@@ -141,41 +43,6 @@ def generate(
         ValueError: for an empty prompt, one beyond the limit, or ids outside the vocabulary.
     """
     return finish(target, drafter, *begin(target, drafter, prompts, request), len(prompts), request)
-
-
-def finish(
-    target: Transformer,
-    drafter: Drafter,
-    state: DecodeState,
-    settings: Settings,
-    rows: int,
-    request: Request,
-) -> list[Completion]:
-    """Decodes the first `rows` rows of what `begin` made to their end; consumes `state`."""
-    stops = StopScanner(request.stop, request.token_bytes, rows)
-    running = True
-    while running:
-        steps = np.int32(SEGMENT) if request.stop else _EVER
-        state, running = _scan(stops, _advance(target, drafter, state, settings, steps))
-    return _completions(state, stops)
-
-
-def warm_up(
-    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
-) -> None:
-    """Compiles what `generate` would run for these arguments, and runs one step of it."""
-    state, settings = begin(target, drafter, prompts, request)
-    jax.block_until_ready(_advance(target, drafter, state, settings, np.int32(1)))
-
-
-def trace(
-    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
-) -> Iterator[Trace]:
-    """Yields the tree of each step and what was accepted, a step at a time, until all is done."""
-    state, settings = begin(target, drafter, prompts, request)
-    while (np.asarray(state.finish_B) == RUNNING).any():
-        state, step = _traced_step(target, drafter, state, settings)
-        yield step
 
 
 def stream(
@@ -204,56 +71,102 @@ def stream(
     if not 1 <= steps <= SEGMENT:
         raise ValueError(f"steps = {steps} must lie in 1..{SEGMENT}.")
     state, settings = begin(target, drafter, prompts, request)
-    stops = StopScanner(request.stop, request.token_bytes, len(prompts))
-    running = True
-    while running:
-        state = _advance(target, drafter, state, settings, np.int32(steps))
-        state, running = _scan(stops, state)
-        yield _completions(state, stops, hold_back=bool(request.stop))
+    segments = _segments(target, drafter, state, settings, len(prompts), request, np.int32(steps))
+    for batch, state in segments:
+        yield batch.completions(state, hold_back=True)
+
+
+def trace(
+    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
+) -> Iterator[Trace]:
+    """Yields the tree of each step and what was accepted, a step at a time, until all is done."""
+    yield from follow(target, drafter, *begin(target, drafter, prompts, request))
+
+
+def warm_up(
+    target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
+) -> None:
+    """Compiles what `generate` would run for these arguments. Nothing is read or decoded."""
+    prefilled = compile_reading(target, prompts, request)
+    args, static, settings = _at_start(target, drafter, prefilled, request)
+    state = compiled(_start, *args, **static)
+    while True:
+        compiled(_advance, target, drafter, state, settings, np.int32(0), np.int32(0))
+        half = state.root_B.shape[0] // 2
+        if not (request.compact and half):
+            return
+        shapes = compiled(_take, (state, settings.sampling), np.zeros(half, np.int32))
+        state, settings = shapes[0], dataclasses.replace(settings, sampling=shapes[1])
 
 
 def begin(
     target: Transformer, drafter: Drafter, prompts: Sequence[Sequence[int]], request: Request
 ) -> tuple[DecodeState, Settings]:
-    """Checks and pads the prompts and prefills them; see `generate` for the arguments."""
-    config = target.config
-    limit = config.max_positions if request.max_length is None else request.max_length
-    vocab = config.vocab_size if request.vocab_size is None else request.vocab_size
-    _check(target, prompts, limit, vocab)
-    lengths = [len(prompt) for prompt in prompts]
-    budgets = [min(request.max_new_tokens, limit - length) for length in lengths]
-    B = round_up(len(prompts), 1)
-    reserve = min(request.reserve, limit)  # nothing longer can come
-    token_BT = np.zeros((B, round_up(max(*lengths, reserve), 16)), np.int32)
-    for row, prompt in enumerate(prompts):
-        token_BT[row, : len(prompt)] = prompt
-    needed = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
-    capacity = round_up(max(needed, reserve), 64)
-    verifier = rule_of(drafter, request)
-    check_fit(verifier, drafter.children)
-    pad = [0] * (B - len(prompts))
-    length_B = np.asarray(lengths + pad, np.int32)
-    cache, hidden_BTID = _prefill(target, token_BT, length_B, capacity=capacity)
-    state = _start(
-        drafter,
-        cache,
-        hidden_BTID,
-        token_BT,
-        length_B,
-        np.asarray(budgets + pad, np.int32),
-        _row_keys(request.seed, len(prompts), B),
-        out_size=round_up(max(budgets), 16),
-        logprobs=request.logprobs,
-    )
-    eos = [*request.eos_ids, *[-1] * (round_up(len(request.eos_ids), 4) - len(request.eos_ids))]
-    run_limit = _EVER if request.run_limit is None else np.int32(request.run_limit)
-    return state, Settings(
-        jnp.asarray(eos, jnp.int32),
-        jnp.asarray(run_limit),
-        rows(request.temperature, request.top_k, request.top_p, B),
-        vocab,
-        verifier,
-    )
+    """Checks, pads and reads the prompts, then starts; see `generate` for the arguments."""
+    check_fit(rule_of(drafter, request), drafter.children)  # before any work
+    return start(target, drafter, read(target, prompts, request), request)
+
+
+def start(
+    target: Transformer, drafter: Drafter, prefilled: Prefilled, request: Request
+) -> tuple[DecodeState, Settings]:
+    """Returns the state before the first step; consumes `prefilled`, see `Prefilled.copy`.
+
+    Args:
+        target: the model that has read the prompts.
+        drafter: reads them now, if it is a model.
+        prefilled: from `read`.
+        request: as `read` had it, but for what concerns drafts and draws (rule, seed,
+            temperature ...).
+
+    Raises:
+        ValueError: if the budget is larger than the cache was made for.
+    """
+    args, static, settings = _at_start(target, drafter, prefilled, request)
+    return _start(*args, **static), settings
+
+
+def finish(
+    target: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    settings: Settings,
+    rows: int,
+    request: Request,
+) -> list[Completion]:
+    """Decodes the first `rows` rows of what `start` made to their end; consumes `state`."""
+    steps = np.int32(SEGMENT) if request.stop else _EVER
+    for batch, last in _segments(target, drafter, state, settings, rows, request, steps):
+        done = batch, last
+    return done[0].completions(done[1])
+
+
+def follow(
+    target: Transformer, drafter: Drafter, state: DecodeState, settings: Settings
+) -> Iterator[Trace]:
+    """Yields the trace of each step from what `start` made to its end; consumes `state`."""
+    while (np.asarray(state.finish_B) == RUNNING).any():
+        state, step = _advance(target, drafter, state, settings, np.int32(1), np.int32(0))
+        yield step
+
+
+def row_keys(seed_B: jax.Array, number_B: jax.Array) -> jax.Array:
+    """Returns a key a row from (seed, request)."""
+    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(seed_B, number_B)
+
+
+def row_seeds(seed: int | tuple[int, ...], rows: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the uint32 pair (seed, request) of every row, see `Request.seed`.
+
+    Raises:
+        ValueError: for seeds that are not one a prompt.
+    """
+    numbers = np.arange(batch, dtype=np.uint32)
+    if not isinstance(seed, tuple):
+        return np.full(batch, seed, np.uint32), numbers
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one seed, or one a prompt.")
+    return np.asarray([*seed, *[0] * (batch - rows)], np.uint32), np.zeros_like(numbers)
 
 
 def rule_of(drafter: Drafter, request: Request) -> Rule:
@@ -278,85 +191,84 @@ def rule_of(drafter: Drafter, request: Request) -> Rule:
     return chosen if drafter.children <= chosen.admits else rule("top_down")
 
 
-def _row_keys(seed: int | tuple[int, ...], rows: int, batch: int) -> jax.Array:
-    """Returns a key a row from (seed, request)."""
-    if not isinstance(seed, tuple):
-        pairs = [(seed, row) for row in range(batch)]
-    elif len(seed) == rows:
-        pairs = [(each, 0) for each in (*seed, *[0] * (batch - rows))]
-    else:
-        raise ValueError(f"{len(seed)} seeds for {rows} prompts: give one seed, or one a prompt.")
-    seeds, requests = (jnp.asarray(column, jnp.uint32) for column in zip(*pairs, strict=True))
-    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(seeds, requests)
+def _first_state(
+    drafter: Drafter,
+    cache: KVCache,
+    hidden_BTID: jax.Array,
+    token_BT: jax.Array,
+    length_B: jax.Array,
+    budget_B: jax.Array,
+    seed_B: jax.Array,
+    number_B: jax.Array,
+    **static: Any,
+) -> DecodeState:
+    """As `decode.start`, keys made in the same program."""
+    keys = row_keys(seed_B, number_B)
+    return decode.start(drafter, cache, hidden_BTID, token_BT, length_B, budget_B, keys, **static)
 
 
-def round_up(size: int, least: int) -> int:
-    """Returns the smallest power of two that is at least `size` and `least`."""
-    return max(least, 1 << max(size - 1, 0).bit_length())
-
-
-def _check(target: Transformer, prompts: Sequence[Sequence[int]], limit: int, vocab: int) -> None:
-    config = target.config
-    if not prompts:
-        raise ValueError("No prompts: give at least one.")
-    if limit > config.max_positions:
+def _at_start(
+    target: Transformer, drafter: Drafter, prefilled: Prefilled, request: Request
+) -> tuple[tuple[Any, ...], dict[str, Any], Settings]:
+    """Returns what `_start` takes, and the settings of the steps after it."""
+    verifier = rule_of(drafter, request)
+    check_fit(verifier, drafter.children)
+    length_B, B = prefilled.length_B, len(prefilled.length_B)
+    real_B = np.arange(B) < prefilled.rows
+    room_B = np.minimum(request.max_new_tokens, request.limit(target.config) - length_B)
+    budget_B = np.where(real_B, room_B, 0).astype(np.int32)
+    needed, capacity = int((length_B + budget_B).max()), prefilled.cache.capacity
+    if needed > capacity:
         raise ValueError(
-            f"max_length = {limit} exceeds the model's {config.max_positions} positions."
+            f"Prompts and budget of {needed} tokens exceed the cache of {capacity}: read them with "
+            f"max_new_tokens = {request.max_new_tokens}."
         )
-    if vocab > config.vocab_size:
-        raise ValueError(
-            f"vocab_size = {vocab} exceeds the target's table of {config.vocab_size} rows."
-        )
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"Prompt {row} has no tokens: give at least one (for example BOS).")
-        if len(prompt) > limit:
-            raise ValueError(
-                f"Prompt {row} has {len(prompt)} tokens, the limit is {limit}: shorten it."
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            raise ValueError(
-                f"Prompt {row} holds ids {min(prompt)}..{max(prompt)}, the vocabulary is "
-                f"0..{vocab - 1}: use the target's tokenizer."
-            )
-
-
-def _scan(stops: StopScanner, state: DecodeState) -> tuple[DecodeState, bool]:
-    """Reads new tokens; waits for the device.
-
-    Returns the state, rows that met a stop string finished, and whether any row goes on.
-    """
-    finish = np.array(state.finish_B)
-    if any(cut is None for cut in stops.cut):
-        tokens, emitted = np.asarray(state.token_BE), np.asarray(state.emitted_B)
-        for row in range(len(stops.cut)):
-            stops.read(row, tokens[row, : emitted[row]])
-        stopped = [row for row, cut in enumerate(stops.cut) if cut is not None]
-        finish[stopped] = np.where(finish[stopped] == RUNNING, LENGTH, finish[stopped])
-        state = dataclasses.replace(state, finish_B=jnp.asarray(finish))
-    return state, bool((finish == RUNNING).any())
-
-
-def _completions(
-    state: DecodeState, stops: StopScanner, hold_back: bool = False
-) -> list[Completion]:
-    """Cuts each row at its stop string, or, on request, where one may still come to begin."""
-    tokens, emitted, finish, record, logprob = jax.device_get(
-        (state.token_BE, state.emitted_B, state.finish_B, state.record_BER, state.logprob_BE)
+    eos = [*request.eos_ids, *[-1] * (round_up(len(request.eos_ids), 4) - len(request.eos_ids))]
+    settings = Settings(
+        jax.device_put(np.asarray(eos, np.int32)),
+        jax.device_put(_EVER if request.run_limit is None else np.int32(request.run_limit)),
+        rows(request.temperature, request.top_k, request.top_p, B),
+        request.vocab(target.config),
+        verifier,
     )
-    out = []
-    for row, cut in enumerate(stops.cut):
-        count = int(emitted[row]) if cut is None else stops.kept(row)
-        if hold_back and finish[row] == RUNNING:
-            count = min(count, stops.certain(row))
-        reason: Literal["eos", "length", "stop"] = "eos" if finish[row] == EOS else "length"
-        out.append(
-            Completion(
-                tuple(tokens[row, :count].tolist()),
-                reason if cut is None else "stop",
-                Metrics.from_records(record[row, :count]),
-                tuple(logprob[row, :count].tolist()),
-                cut,
-            )
-        )
-    return out
+    arrays = prefilled.cache, prefilled.hidden_BTID, prefilled.token_BT, length_B, budget_B
+    seeds = row_seeds(request.seed, prefilled.rows, B)
+    static = {"out_size": round_up(int(budget_B.max()), 16), "logprobs": request.logprobs}
+    return (drafter, *arrays, *seeds), static, settings
+
+
+def _segments(
+    target: Transformer,
+    drafter: Drafter,
+    state: DecodeState,
+    settings: Settings,
+    rows: int,
+    request: Request,
+    steps: np.int32,
+) -> Iterator[tuple[Batch, DecodeState]]:
+    """Yields the batch and its state after every `steps` steps, the last time when all is done.
+
+    Steps without an end are cut where the batch is halved. The state is consumed by going on.
+    """
+    batch = Batch(rows, request)
+    running = 1
+    while running:
+        B = state.root_B.shape[0]
+        leave = np.int32(B // 2 if request.compact and steps == _EVER else 0)
+        state, _ = _advance(target, drafter, state, settings, steps, leave)
+        state, running = batch.look(state)
+        yield batch, state
+        while request.compact and running and 2 * running <= state.root_B.shape[0]:
+            both = state, settings.sampling
+            state, sampling = _take(both, batch.halve(state))
+            settings = dataclasses.replace(settings, sampling=sampling)
+
+
+def _rows_of(arrays: Any, index_b: jax.Array) -> Any:
+    """Returns some rows of every array, B first."""
+    return jax.tree.map(lambda array: array[index_b], arrays)
+
+
+_start = jax.jit(_first_state, static_argnames=("out_size", "logprobs"), donate_argnames=("cache",))
+_advance = jax.jit(advance, donate_argnames=("state",))
+_take = jax.jit(_rows_of)

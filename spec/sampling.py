@@ -74,10 +74,11 @@ def rows(temperature: float, top_k: int, top_p: float, batch: int) -> Sampling:
         ValueError: as `check_controls`.
     """
     check_controls(temperature, top_k, top_p)
+    # Made by the host and only put there: `jnp.full` and `jnp.asarray` are a program each.
     return Sampling(
-        jnp.full(batch, temperature, jnp.float32),
-        jnp.full(batch, top_k, jnp.int32),
-        jnp.full(batch, top_p, jnp.float32),
+        jax.device_put(np.full(batch, temperature, np.float32)),
+        jax.device_put(np.full(batch, top_k, np.int32)),
+        jax.device_put(np.full(batch, top_p, np.float32)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Imports go down the list of design.md, files stay small, what is public is explained."""
+"""Imports go down the list of the README, files stay small, what is public is explained."""
 
 import ast
 import pathlib
@@ -66,7 +66,7 @@ def test_command(path):
     """A file at the top of experiments/ is a command that nothing else needs."""
     source = path.read_text(encoding="utf-8")
     assert '"smoke"' in source
-    assert 'if __name__ == "__main__":' in source
+    assert source.endswith('if __name__ == "__main__":\n    command.run(main, define_flags)\n')
     assert f"python -m experiments.{path.stem}" in ast.get_docstring(ast.parse(source))
     name = f"experiments.{path.stem}"
     users = [other for other in FILES if of_package(other.read_text(encoding="utf-8"), name)]

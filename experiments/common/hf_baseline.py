@@ -102,6 +102,27 @@ def time_greedy(
     return Timing(token_ids, prefill_ms, rest_ms, total_ms)
 
 
+def time_prefill(model: Any, prompt: Sequence[int], threads: int) -> float:
+    """Returns the seconds of one pass over a prompt that fills a cache, logits of its end only.
+
+    Args:
+        model: from `load`.
+        prompt: token ids.
+        threads: of torch. The process gets its old number back afterwards.
+    """
+    torch, _ = import_peers()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    prompt_1T = torch.tensor([list(prompt)])
+    try:
+        clock = time.perf_counter()
+        with torch.no_grad():
+            model(prompt_1T, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - clock
+    finally:
+        torch.set_num_threads(before)
+
+
 def import_peers() -> tuple[Any, Any]:
     """Imports and returns torch and transformers, the latter without progress bars.
 

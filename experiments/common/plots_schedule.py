@@ -18,7 +18,10 @@ COLORS = {
     "reduce": "#b5473c",
     "column": "#5b8ad6",
     "row": "#8d6bc4",
-    "pipe": "#888888",
+    "table": "#c2a83e",
+    "head": "#3fa7a0",
+    "loss": "#c76a9b",
+    "send": "#888888",
 }
 STEPS = (("buckets", "#c9ced6"), ("prefetch", "#5b8ad6"), ("plan", "#2a9d5c"))
 

@@ -29,22 +29,43 @@ def provenance() -> dict[str, str]:
     }
 
 
-def write_csv(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(
+    path: pathlib.Path, rows: Sequence[Mapping[str, Any]], kept: Sequence[Mapping[str, str]] = ()
+) -> None:
     """Writes rows (equal keys) with their provenance; replaces the file whole or not at all.
 
+    Args:
+        path: file to write.
+        rows: of this run.
+        kept: of earlier runs, see `read_csv`: written first, with the provenance that they have.
+
     Raises:
-        ValueError: if there is no row.
+        ValueError: if there is no row, or a kept one has other columns.
     """
     if not rows:
         raise ValueError(f"No rows to write to {path}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = provenance()
+    columns = [*rows[0], *source]
+    for row in kept:
+        if [*row] != columns:
+            raise ValueError(
+                f"{path}: rows of an earlier run have the columns {[*row]}, those of this one "
+                f"{columns}: make all of them anew."
+            )
     draft = path.with_suffix(".tmp")
     with draft.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], *source])
+        writer = csv.DictWriter(file, fieldnames=columns)
         writer.writeheader()
+        writer.writerows(kept)
         writer.writerows({**row, **source} for row in rows)
     draft.replace(path)
+
+
+def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
+    """Reads the rows of an earlier run as the text that they were written in."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from experiments.prompts.load import Prompt
+from experiments.prompts.prompt import Prompt
 from models.checkpoint import load_model
 from models.checkpoint.gguf import packaged_smollm2
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -79,5 +79,5 @@ def title(name: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
-    """Turns prompts into ids, see `Tokenizer.encode_prompt`."""
-    return [tokenizer.encode_prompt(prompt.text) for prompt in prompts]
+    """Turns prompts into ids, see `Prompt.encode`."""
+    return [prompt.encode(tokenizer) for prompt in prompts]

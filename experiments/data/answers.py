@@ -8,14 +8,25 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from experiments.data.corpus import Document
+from experiments.prompts.prompt import Message, Prompt
 from models.tokenizer import Tokenizer
 
 
 class Answer(NamedTuple):
-    """A prompt's text and the ids that the target answered with, end of sequence included."""
+    """A prompt and the ids that the target answered with, end of sequence included."""
 
-    prompt: str
+    prompt: Prompt
     answer_ids: tuple[int, ...]
+
+    def line(self) -> str:
+        """Returns the line of a shard: what `read` needs to know, without what is not so."""
+        asked = self.prompt
+        row: dict[str, object] = {"kind": asked.kind, "prompt": asked.text}
+        if asked.before:
+            row["before"] = [[message.role, message.content] for message in asked.before]
+        if asked.continued:
+            row["continued"] = True
+        return json.dumps({**row, "answer_ids": self.answer_ids})
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Answer]:
@@ -41,8 +52,16 @@ def read(path: str | os.PathLike[str]) -> Iterator[Answer]:
         for number, line in enumerate(raw.decode("utf-8").split("\n")[:-1], 1):
             try:
                 row = json.loads(line)
-                yield Answer(row["prompt"], tuple(row["answer_ids"]))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                asked = Prompt(
+                    id=f"{shard.name}:{number}",
+                    kind=row.get("kind", "chat"),
+                    split="train",
+                    text=row["prompt"],
+                    before=tuple(Message(*said) for said in row.get("before", ())),
+                    continued=row.get("continued", False),
+                )
+                yield Answer(asked, tuple(row["answer_ids"]))
+            except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{shard}:{number} is no answer ({error!r}): it needs prompt and answer_ids."
                 ) from error
@@ -53,5 +72,5 @@ def documents(
 ) -> Iterator[Document]:
     """Yields each conversation as a `Document` in which only the answer is to be learned."""
     for answer in answers:
-        given = tokenizer.encode_prompt(answer.prompt)
+        given = answer.prompt.encode(tokenizer)
         yield Document((*given, *answer.answer_ids), len(given))

@@ -1,1 +1,1 @@
-"""The prompts that runs are measured on, their loader, and a converter for public sets."""
+"""The prompts that runs are measured on, and a reader of the forms that others publish."""

@@ -132,8 +132,10 @@ def build(
     for path, leaf in progress(list(nnx.to_flat_state(state))):
         array = read(_parameter(path, leaf.shape))
         assert array.shape == leaf.shape, (path, array.shape, leaf.shape)
-        # jnp.array copies: the model must not keep a view of a memory-mapped file.
-        flat.append((path, leaf.replace(jnp.array(array, dtype))))
+        # A copy: the model must not keep a view of a memory-mapped file. By NumPy, since on the
+        # device every shape would be a program.
+        made = jnp if isinstance(array, jax.Array) else np
+        flat.append((path, leaf.replace(jax.device_put(made.array(array, dtype)))))
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 

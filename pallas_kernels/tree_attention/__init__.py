@@ -1,7 +1,8 @@
 """Attention of the nodes of a token tree over a cached prefix and over the tree itself.
 
-One function, three backends of one signature: `reference` (XLA, anywhere), `tpu` (Mosaic) and `gpu`
-(Mosaic GPU, Hopper; its matrix instruction exists on no other architecture, Blackwell included).
+One function, four backends of one signature: `reference` (XLA, anywhere), `blocked` (XLA, which
+follows the lengths and not the capacity), `tpu` (Mosaic) and `gpu` (Mosaic GPU, Hopper; its matrix
+instruction exists on no other architecture, Blackwell included).
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from pallas_kernels.tree_attention import gpu, reference, tpu
+from pallas_kernels.tree_attention import blocked, gpu, reference, tpu
 from pallas_kernels.tree_attention.block_sizes import blocks_for
 
 __all__ = ["Implementation", "tree_attention"]
@@ -21,7 +22,7 @@ __all__ = ["Implementation", "tree_attention"]
 # Widest tree that the kernels are built for (their memory on the chip grows with it).
 MOST_NODES = 256
 
-Implementation = Literal["reference", "tpu", "gpu"]
+Implementation = Literal["reference", "blocked", "tpu", "gpu"]
 
 
 def tree_attention(
@@ -55,11 +56,12 @@ def tree_attention(
         mask_BNM: bool, True where query n may see tree node m; or [N, M], the same for all rows.
         table_BX: int32, page that holds tokens x * page ... of a row; None for a dense cache,
             whose rows are the pages.
-        implementation: "reference" runs anywhere; "tpu" and "gpu" are kernels, and an argument
-            that they do not take is an error. None picks by the platform that the program is
-            lowered for: the TPU kernel on TPUs, the GPU kernel if this machine's GPUs are Hopper,
-            the reference elsewhere, for arguments that the kernel does not take, and for S = 0,
-            where gradients are wanted. To build for a GPU that is not here, name it.
+        implementation: "reference" and "blocked" run anywhere, the latter without a gradient;
+            "tpu" and "gpu" are kernels, and an argument that they do not take is an error. None
+            picks by the platform that the program is lowered for: the TPU kernel on TPUs, the GPU
+            kernel if this machine's GPUs are Hopper, blocked on CPUs, the reference elsewhere, for
+            arguments that the kernel does not take, and for S = 0, where gradients are wanted. To
+            build for a GPU that is not here, name it.
         checked: under `checkify.checkify`, verify at run time what is only known then: lengths
             within 0..S, a table within the pages, a mask closed under ancestors.
         device_kind: whose tuned block sizes to use, as `jax.Device.device_kind`; None for the
@@ -92,6 +94,7 @@ def tree_attention(
     blocks = blocks_for(kind, rows, tree_k_BMKA.shape[1], q_BNHA.shape[3], slots, itemsize)
     plain = functools.partial(_plain, dense=dense)
     kernels: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+        "blocked": functools.partial(blocked.tree_attention, dense=dense),
         "tpu": functools.partial(tpu.tree_attention, blocks=blocks),
         "gpu": functools.partial(gpu.tree_attention, blocks=blocks),
     }
@@ -99,6 +102,7 @@ def tree_attention(
     if max(q_BNHA.shape[1], tree_k_BMKA.shape[1]) > MOST_NODES:
         what = f"{q_BNHA.shape[1]} queries, {tree_k_BMKA.shape[1]} tree nodes: the kernels take "
         refusals = dict.fromkeys(refusals, f"{what}{MOST_NODES}; use the reference.")
+    refusals["blocked"] = ""
     if implementation == "reference":
         return plain(*args)
     if implementation is not None:
@@ -110,6 +114,8 @@ def tree_attention(
             raise ValueError(f"implementation = {implementation!r}: {refusals[implementation]}")
         return kernels[implementation](*args)
     fit = {}
+    if slots:
+        fit["cpu"] = kernels["blocked"]
     if not refusals["tpu"]:
         fit["tpu"] = kernels["tpu"]
     if not refusals["gpu"] and _has_hopper():

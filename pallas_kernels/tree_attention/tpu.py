@@ -9,7 +9,7 @@ this one is used), whatever the cache's length. Blocks beyond a row's length are
 index repeats the last needed one (the first, for an empty row).
 
 The mask lies as [rows, tree nodes], tree nodes along the lanes like the scores they select from:
-in another layout each score tile would need a relayout (specinfer.md 3.3 has a case of 55 times).
+in another layout each score tile would need a relayout.
 """
 
 import functools

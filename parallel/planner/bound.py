@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from parallel.partition import Collective, compositions
+from parallel.partition import Collective, compositions, flat
 from parallel.planner import cost
 from parallel.planner.graph import wanted
 from parallel.planner.workload import Step
@@ -55,7 +55,7 @@ def _often(step: Step) -> dict[Collective, int]:
     """Returns the collectives of a stage, and how often a step cannot do without each."""
     out = {}
     for collective, times in wanted(step.resized(step.layers, 1)).items():
-        each = collective.axes == ("tensor",)
+        each = collective.axes in (("tensor",), ("pipe",))
         each |= step.job.zero == 3 and collective.kind == "all_gather"
         out[collective] = times * (step.job.micro_batches if each else 1)
     return out
@@ -92,4 +92,6 @@ def _weighted(step: Step, wanted: Collective, weight: float) -> float:
 
 def _send(step: Step) -> float:
     """Returns the seconds in which activations reach the next stage."""
-    return cost.send(step.activations, "pipe", step.where).seconds if step.pipe > 1 else 0.0
+    if step.pipe == 1:
+        return 0.0
+    return cost.seconds(step.passed(), flat("send", ("pipe",)), step.where)

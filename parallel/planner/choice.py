@@ -5,8 +5,9 @@ from typing import Literal
 
 from parallel.overlap import PLAIN, Overlap
 from parallel.partition import Collective, Composition, flat
+from parallel.plan import KINDS
 
-SITES = ("gather", "scatter", "reduce", "column", "row", "pipe")
+SITES = (*KINDS, "column", "row")
 # Where computation may stand still. Back through a column product, its input is gathered again
 # beside one product, and the gradient scattered beside another.
 WAITS = frozenset({*SITES, "column back"})
@@ -22,6 +23,10 @@ class Choice:
         reduce: of gradients over the replicas.
         column: how column products gather tokens; back, how they scatter them.
         row: how row products scatter tokens.
+        table: of the rows that devices looked up; back, of their gradients.
+        head: of tokens before the head; back, of their gradients.
+        loss: of each token's sums over the vocabulary.
+        send: of activations to the next stage, and of their gradients back.
         ahead: blocks whose weights may be gathered before they are needed (zero = 3).
         apart: gradients of weights may wait while the gradient of the input goes on.
         strands: passes of different micro-batches may interleave, one computing while another
@@ -40,6 +45,10 @@ class Choice:
     reduce: Composition | None = None
     column: Overlap = PLAIN
     row: Overlap = PLAIN
+    table: Composition | None = None
+    head: Composition | None = None
+    loss: Composition | None = None
+    send: Composition | None = None
     ahead: int = 0
     apart: bool = False
     strands: bool = False
@@ -50,6 +59,8 @@ class Choice:
     order: Literal["program", "way", "justified"] = "program"
 
     def how(self, site: str, wanted: Collective) -> Composition:
-        """Returns the composition of a collective at a site."""
-        chosen = {"gather": self.gather, "scatter": self.scatter, "reduce": self.reduce}.get(site)
-        return chosen or flat(wanted.kind, wanted.axes)
+        """Returns the composition of a collective at a site, or of the one back through it."""
+        chosen = getattr(self, site) if site in KINDS else None
+        if chosen is None:
+            return flat(wanted.kind, wanted.axes)
+        return chosen if wanted.kind == KINDS[site] else chosen.mirrored()

@@ -45,6 +45,9 @@ def pieces(wanted: Collective, how: Composition, where: Placement) -> tuple[Piec
         held /= math.prod(where.sizes[axis] for axis in wanted.axes)
     out = []
     for op in how.ops:
+        if op.primitive == "send":
+            out.append(send(held, op.axes[0], where))
+            continue
         group = math.prod(where.sizes[axis] for axis in op.axes)
         if op.primitive in ("all_gather", "ring_gather"):
             held *= group
@@ -94,7 +97,7 @@ def send(nbytes: float, axis: str, where: Placement) -> Piece:
     out[level] = nbytes * where.cluster.below(level)
     wires = where.spacing(axis)  # all of them also carry what other neighbours send
     took = link.start + wires * (link.hop + out[level] / (link.rate * link.reached))
-    return Piece(Op("pairwise", (axis,)), tuple(out), took, (level,))
+    return Piece(Op("send", (axis,)), tuple(out), took, (level,))
 
 
 def _piece(op: Op, held: float, where: Placement) -> Piece:

@@ -129,7 +129,7 @@ class _Builder:
             resources = tuple(1 + level for level in piece.levels)
             resources = (COMPUTE, *resources) if waits else resources
             # Other stages stand still for what goes down the pipeline, so it goes first.
-            urgent = -1.0 if site == "pipe" else 0.0
+            urgent = -1.0 if site == "send" else 0.0
             label = f"{name} {piece.op}"
             kind = site.removesuffix(" back")
             last = (self._add(stage, label, resources, piece.seconds, last, kind, urgent),)
@@ -235,7 +235,7 @@ class _Builder:
                 x = (*x, *self._weights(stage, f"{tag} table", "table", micro == 0))
                 if step.tensor > 1:  # rows that devices looked up, summed
                     wanted = step.tokens("reduce_scatter")
-                    x = self._send(stage, f"{tag} table", "row", wanted, x)
+                    x = self._send(stage, f"{tag} table", "table", wanted, x)
             for layer in layers:
                 ready = self._weights(stage, f"{tag} L{layer}", layer, micro == 0)
                 x, _ = self._forward(stage, f"{tag} L{layer}", x, ready)
@@ -243,9 +243,11 @@ class _Builder:
             if last_stage:
                 ready = self._weights(stage, f"{tag} head", "head", micro == 0)
                 if step.tensor > 1:
-                    x = self._send(stage, f"{tag} head", "column", step.tokens("all_gather"), x)
+                    x = self._send(stage, f"{tag} head", "head", step.tokens("all_gather"), x)
                 x = (self._compute(stage, f"{tag} head", step.head(), (*x, *ready)),)
                 self.blocks[stage].append(x[0])
+                for _ in range(2 if step.tensor > 1 else 0):  # sums of exponentials, label's logits
+                    x = self._send(stage, f"{tag} loss", "loss", step.vocabulary(), x)
         else:
             if last_stage:
                 ready = self._weights(stage, f"{tag} head", "head", False)
@@ -255,18 +257,16 @@ class _Builder:
                 self.late[stage].append((dw,))
                 self._gradient(stage, f"{tag} head", "head", micro, (dw,))
                 if step.tensor > 1:
-                    wanted = step.tokens("reduce_scatter")
-                    x = self._send(stage, f"{tag} head", "column", wanted, x)
+                    x = self._send(stage, f"{tag} head", "head", step.tokens("reduce_scatter"), x)
             for layer in reversed(layers):
                 x = self._backward(stage, f"{tag} L{layer}", layer, micro, x)
             if stage == 0:
                 if step.tensor > 1:
-                    x = self._send(stage, f"{tag} table", "row", step.tokens("all_gather"), x)
+                    x = self._send(stage, f"{tag} table", "table", step.tokens("all_gather"), x)
                 self._gradient(stage, f"{tag} table", "table", micro, x)
         after = stage + 1 if phase == "F" else stage - 1
         if 0 <= after < step.pipe:
-            piece = cost.send(step.activations, "pipe", self.where)
-            x = self._sent(stage, f"{tag} to {after}", "pipe", (piece,), x)
+            x = self._send(stage, f"{tag} to {after}", "send", step.passed(), x)
         self.passed[phase, micro, stage] = x
 
     def _forward(

@@ -18,7 +18,7 @@ from typing import Literal
 
 from parallel.overlap import PLAIN, Overlap
 from parallel.partition import Collective, Composition, Op, compositions
-from parallel.plan import Plan
+from parallel.plan import BATCH, KINDS, Plan
 from parallel.planner import cost
 from parallel.planner.bound import bound
 from parallel.planner.choice import WAITS, Choice
@@ -128,7 +128,7 @@ def baselines(step: Step) -> dict[str, Choice]:
     prefetch = dataclasses.replace(
         ahead if step.job.zero == 3 and step.fits(ahead) else plain,
         deferred=True,
-        waits=frozenset({"column", "row"}),
+        waits=WAITS - {"gather", "scatter", "reduce", "send", "column back"},
     )
     return {
         "blocking": plain if step.pipe > 1 else _best_bucket(step, plain),
@@ -194,7 +194,7 @@ def _best(step: Step, choices: Iterable[Choice]) -> Choice:
 def _candidates(step: Step, dimensions: frozenset[str], tiers: frozenset[str]) -> Iterator[Choice]:
     job = step.job
     operation = dimensions if "operation" in tiers else frozenset()
-    ways = [_ways(step, site, operation) for site in ("gather", "scatter", "reduce")]
+    ways = [_ways(step, site, operation) for site in KINDS]
     pairs = [tuple(_overlap(step, site, operation) for site in ("column", "row"))]
     layer, model = "layer" in tiers, "model" in tiers
     aheads = AHEAD if layer and job.zero == 3 else (0,)
@@ -214,13 +214,10 @@ def _candidates(step: Step, dimensions: frozenset[str], tiers: frozenset[str]) -
         orders,
         (True, False) if strands else (False,),
     ):
-        gather, scatter, reduce = ways_of
         choice = Choice(
-            gather,
-            scatter,
-            reduce,
-            column,
-            row,
+            **dict(zip(KINDS, ways_of, strict=True)),
+            column=column,
+            row=row,
             ahead=ahead,
             apart=layer,
             strands=two,
@@ -250,11 +247,9 @@ def _ways(
     step: Step, site: str, dimensions: frozenset[str]
 ) -> tuple[Composition | None, Composition | None]:
     """Returns a site's quickest composition, and the one that keeps its busiest link least busy."""
-    axes = step.replicas if site == "reduce" else step.job.shard
-    if not axes:
+    wanted, where = step.wanted(site), step.where
+    if wanted is None:
         return None, None
-    make = {"gather": step.gather, "scatter": step.scatter, "reduce": step.reduce}[site]
-    wanted, where = make(step.layer_weights), step.where
     sizes = {axis: where.sizes[axis] for axis in wanted.axes}
     ways = [
         how for how in compositions(wanted.kind, sizes, CHUNKS) if _allowed(how, wanted, dimensions)
@@ -296,25 +291,22 @@ def _overlap(step: Step, site: str, dimensions: frozenset[str]) -> Overlap:
 def executable(choice: Choice, step: Step) -> Plan:
     """Returns what `parallel.train` runs of a choice.
 
-    Compositions, overlap, and one block of prefetch. Order, buckets, interleaved micro-batches and
-    when gradients leave are not: XLA orders, and training sends each block's gradients after each
-    micro-batch (zero = 2, 3) or at the end.
+    Compositions of every site, overlap, where shards lie, and one block of prefetch. Order,
+    buckets, interleaved micro-batches and when gradients leave are not: XLA orders, and training
+    sends each block's gradients after each micro-batch (zero = 2, 3) or at the end.
 
     Raises:
-        ValueError: for shards over other axes than `fsdp`, which training does not have, and for
-            whole weights on a mesh that has it, where training always has shards.
+        ValueError: for whole weights on a mesh that has `fsdp`, where training has shards, and
+            for what training cannot keep (zero = 2 in a pipeline).
     """
     job, sizes = step.job, step.where.sizes
     if "fsdp" in sizes and not job.shard:
         raise ValueError(f"zero = 0 on {dict(sizes)}: call the axis fsdp data, or say 1, 2 or 3.")
-    if job.shard not in ((), ("fsdp",)):
-        raise ValueError(f"Shards over {job.shard} cannot be run: training shards over fsdp.")
     made = Plan(
-        gather=choice.gather if job.shard else None,
-        scatter=choice.scatter if job.shard else None,
-        reduce=choice.reduce,
+        **{site: getattr(choice, site) for site in KINDS},
         column=choice.column,
         row=choice.row,
+        shard=tuple(axis for axis in BATCH if axis in job.shard) or Plan().shard,
         zero=job.zero or 3,
         bucket="block" if job.zero == 3 else "leaf",
         prefetch=job.zero == 3 and choice.ahead > 0,

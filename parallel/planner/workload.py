@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from parallel.partition import Collective, Kind
+from parallel.plan import KINDS
 from parallel.planner.choice import Choice
 from parallel.planner.cluster import Placement
 
@@ -237,6 +238,17 @@ class Step:
         """Weights of table or head on one device, all shards together."""
         return self.model.vocab * self.model.width / self.tensor
 
+    def wanted(self, site: str) -> Collective | None:
+        """Returns what a layer or a micro-batch sends at one of `plan.KINDS`, if anything."""
+        if site in ("gather", "scatter", "reduce"):
+            axes = self.replicas if site == "reduce" else self.job.shard
+            return getattr(self, site)(self.layer_weights) if axes else None
+        if site == "send":
+            return self.passed() if self.pipe > 1 else None
+        if self.tensor == 1:
+            return None
+        return self.vocabulary() if site == "loss" else self.tokens(KINDS[site])
+
     def gather(self, weights: float) -> Collective:
         """Returns the gather of weights over their shards."""
         return self._collective("all_gather", self.job.shard, weights * WEIGHT, "bfloat16")
@@ -253,6 +265,14 @@ class Step:
     def tokens(self, kind: Kind) -> Collective:
         """Returns the gather or scatter of a micro-batch's activations over `tensor`."""
         return self._collective(kind, ("tensor",), self.activations * self.tensor, "bfloat16")
+
+    def vocabulary(self) -> Collective:
+        """Returns the all-reduce of one float32 number a token of a micro-batch over `tensor`."""
+        return self._collective("all_reduce", ("tensor",), self.rows * GRADIENT, "float32")
+
+    def passed(self) -> Collective:
+        """Returns the send of a micro-batch's activations to the next stage."""
+        return self._collective("send", ("pipe",), self.activations, "bfloat16")
 
     @property
     def activations(self) -> float:

@@ -1,4 +1,4 @@
-"""Who proposes continuations? Implementations of one protocol."""
+"""Who proposes continuations? Implementations of one protocol, `root.py` the smallest."""
 
 from spec.drafters.early_exit import EarlyExitDrafter
 from spec.drafters.ensemble import EnsembleDrafter

@@ -4,6 +4,8 @@ A drafter is a pytree: its weights are leaves, its settings static fields, so it
 jitted functions and never closed over. Its state is a pytree whose leaves all have B first. The
 three functions below are traced into one program; they may not read a device value on the host.
 
+What differs from row to row lives in the state, never in the drafter: a batch may lose rows.
+
 The order of calls for each row: `init` once, then `propose`, `observe`, `propose`, ... Whatever
 a drafter proposes, the output is the target's; a bad drafter only costs time.
 """

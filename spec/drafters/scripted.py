@@ -5,6 +5,7 @@ verification: right for some levels only, the right token as a later sibling, ea
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,14 @@ from spec.drafters.protocol import Step, View
 from spec.draws import Children, Draws, point_mass
 from spec.tree import TokenTree
 from spec.tree_shapes import TreeShape
+
+
+class Script(NamedTuple):
+    """What `ScriptedDrafter` says of each row; a batch may lose rows, so it is state."""
+
+    script_BT: jax.Array
+    right_B: jax.Array
+    rank_BD: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -59,24 +68,24 @@ class ScriptedDrafter:
         hidden_BTID: jax.Array,
         capacity: int,
         path_size: int,
-    ) -> tuple[()]:
-        """No state: a position is all it needs."""
-        return ()
+    ) -> Script:
+        """Copies the script: the state is the decoder's to consume."""
+        return Script(*map(jnp.copy, (self.script_BT, self.right_B, self.rank_BD)))
 
     def propose(
-        self, state: tuple[()], view: View, key_B: jax.Array
-    ) -> tuple[TokenTree, Draws, tuple[()]]:
+        self, state: Script, view: View, key_B: jax.Array
+    ) -> tuple[TokenTree, Draws, Script]:
         """Fills the shape level by level."""
         parent, rank, depth = self.shape.parent, self.shape.rank, self.shape.depth
         on_path = [jnp.ones_like(view.active_B)]
         tokens = [view.root_B]
-        last = self.script_BT.shape[1] - 1
+        last = state.script_BT.shape[1] - 1
         for i in range(1, self.shape.size):
             level = depth[i] - 1
             at_B1 = jnp.minimum(view.length_B + depth[i], last)[:, None]
-            right_B = jnp.take_along_axis(self.script_BT, at_B1, axis=1)[:, 0]
-            held_B = self.rank_BD[:, level] == rank[i]
-            hit_B = on_path[parent[i]] & held_B & (level < self.right_B)
+            right_B = jnp.take_along_axis(state.script_BT, at_B1, axis=1)[:, 0]
+            held_B = state.rank_BD[:, level] == rank[i]
+            hit_B = on_path[parent[i]] & held_B & (level < state.right_B)
             on_path.append(hit_B)
             # Siblings stay distinct and wrong: right + 1, right + 2, ... by rank.
             tokens.append(jnp.where(hit_B, right_B, (right_B + 1 + rank[i]) % self.vocab_size))
@@ -89,6 +98,6 @@ class ScriptedDrafter:
         tree = TokenTree(token_BN, tile(parent), tile(depth), jnp.ones(shape_BN, jnp.bool_))
         return tree, point_mass(tree), state
 
-    def observe(self, state: tuple[()], step: Step) -> tuple[()]:
-        """No state."""
+    def observe(self, state: Script, step: Step) -> Script:
+        """Nothing to follow: a position is all it needs."""
         return state

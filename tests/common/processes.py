@@ -43,7 +43,7 @@ for given in json.load(sys.stdin):
         flags.FLAGS(["script", *given])
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                script.main(["script"])
+                script.main(flags.FLAGS)
         except SystemExit as stop:
             print(json.dumps(str(stop.code)))
 """

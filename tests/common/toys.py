@@ -1,4 +1,4 @@
-"""Small inputs with known answers, shared by the tests (cases.md section 1).
+"""Small inputs with known answers, shared by the tests.
 
 T1 "chain-11": a real LLaMA whose logits are a table: from t the best next token is (3t+1) mod 11,
 logit 4, the second best (3t+2) mod 11, logit 3, all others 0. Greedy cycles are
@@ -296,14 +296,15 @@ class Limited:
         return self.inner.children
 
     def init(self, *args: Any) -> Any:
-        return self.inner.init(*args)
+        return self.inner.init(*args), jnp.copy(self.depth_B)
 
     def propose(self, state: Any, view: View, key_B: jax.Array) -> tuple[TokenTree, Draws, Any]:
-        tree, draws, state = self.inner.propose(state, view, key_B)
-        return limit_depth(tree, self.depth_B + 1), draws, state
+        inner, depth_B = state
+        tree, draws, inner = self.inner.propose(inner, view, key_B)
+        return limit_depth(tree, depth_B + 1), draws, (inner, depth_B)
 
     def observe(self, state: Any, step: Step) -> Any:
-        return self.inner.observe(state, step)
+        return self.inner.observe(state[0], step), state[1]
 
 
 def drawn_tree() -> TokenTree:

@@ -1,4 +1,4 @@
-"""A training run to be killed: FOLDER [MESH [COORDINATOR PROCESSES NUMBER STEPS]]."""
+"""A training run to be killed: FOLDER [MESH [COORDINATOR PROCESSES NUMBER STEPS [SHARD]]]."""
 
 import pathlib
 import sys
@@ -13,6 +13,7 @@ from experiments.data.batches import Batches, Rows
 from experiments.data.corpus import Corpus, Document
 from models.stages import llama_stages, split
 from parallel import launch
+from parallel.plan import Plan
 from parallel.train import TrainState, init_state, make_train_step
 from tests.common import toys
 
@@ -30,13 +31,17 @@ def corpus(tokens: int = 4000) -> Corpus:
 
 
 def train(
-    folder: pathlib.Path, steps: int = STEPS, save_every: int = 2, mesh: Mesh | None = None
+    folder: pathlib.Path,
+    steps: int = STEPS,
+    save_every: int = 2,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
 ) -> TrainState:
     """Trains a toy for `steps`, or what is left of them."""
     model, optimizer = toys.tiny(vocab_size=96), optax.adam(1e-2)
-    step = make_train_step(llama_stages(model.config), optimizer, mesh, scan=True)
+    step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, scan=True)
     batches = Batches(Rows(corpus(), 16, None), 4, seed=1)
-    state = init_state(split(model), optimizer, mesh)
+    state = init_state(split(model), optimizer, mesh, plan)
     config = LoopConfig(steps, save_every, 0, keep=2)
     return fit(step, state, batches, config, folder, mesh=mesh)
 
@@ -49,8 +54,9 @@ if __name__ == "__main__":
     if mesh is not None:
         launch.check_collectives(mesh)
     steps = int(how[4]) if how[1:] else STEPS
+    plan = Plan(shard=tuple(how[5].split(","))) if how[5:] else None
     with launch.together():
-        last = launch.collected(train(pathlib.Path(out), steps, mesh=mesh), mesh)
+        last = launch.collected(train(pathlib.Path(out), steps, mesh=mesh, plan=plan), mesh)
     if not jax.process_index():
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(last)]
         np.savez(pathlib.Path(out) / "final.npz", *leaves)

@@ -107,9 +107,13 @@ def test_text_sources(tmp_path):
 def test_answers(tmp_path):
     line = json.dumps({"kind": "chat", "prompt": "Hi", "answer_ids": [4, 2]})
     (tmp_path / "answers-000000.jsonl").write_text(f"{line}\n{line}\n{line[:20]}")
-    assert [*answers.read(tmp_path)] == [("Hi", (4, 2))] * 2
+
+    def found(path):
+        return [(answer.prompt.text, answer.answer_ids) for answer in answers.read(path)]
+
+    assert found(tmp_path) == [("Hi", (4, 2))] * 2
     (tmp_path / "all.jsonl.gz").write_bytes(gzip.compress(f"{line}\n".encode()))
-    assert [*answers.read(tmp_path / "all.jsonl.gz")] == [("Hi", (4, 2))]
+    assert found(tmp_path / "all.jsonl.gz") == [("Hi", (4, 2))]
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl:1 is no answer"):
         [*answers.read(tmp_path / "bad.jsonl")]

@@ -99,6 +99,6 @@ def test_a_prompt_of_exactly_the_limit_gives_no_tokens():
     target = job.setup.Loaded(model, None)
     request = Request(8, vocab_size=11)
     prompt = Prompt("full", "chat", "eval", "")
-    rows, answers = job.run(target, NGramDrafter(), [prompt], [[2] * limit], [0], request, 1)
+    rows, answers, _ = job.run(target, NGramDrafter(), [prompt], [[2] * limit], [0], request, 1)
     assert (rows[0]["tokens"], rows[0]["identical"]) == (0, "yes")
     assert job.summary(rows, answers)["tokens"] == 0

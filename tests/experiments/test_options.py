@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spec.generate
 from models.config import ModelConfig, RopeScaling
 from models.layers import rope_frequencies
 from models.transformer import Transformer, causal_mask
@@ -60,7 +61,7 @@ def test_ngram(field):
 
 
 BASE_REQUEST: dict[str, Any] = {"max_new_tokens": 6}
-LETTERS = {7: b"a", 0: b"b", 1: b"c", 4: b"d", 2: b"e"}
+LETTERS = dict.fromkeys(range(16), b"z") | {7: b"a", 0: b"b", 1: b"c", 4: b"d", 2: b"e"}
 # Field -> what it is changed to, and the values besides which it matters.
 REQUEST_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_new_tokens": (5, {"vocab_size": 11}),
@@ -77,18 +78,29 @@ REQUEST_CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "seed": (1, {"vocab_size": 11}),
     "run_limit": (1, {"vocab_size": 11}),
     "reserve": (100, {}),
+    "compact": (True, {"eos_ids": (1,), "vocab_size": 11}),
 }
 
 
 def seen(request: Request) -> Any:
-    """Everything that a request has a say in: the completion, the keys, the sizes."""
+    """Everything that a request has a say in: completions, keys, sizes, rows that are decoded."""
     model = toys.chain11(16)
-    drafter = toys.scripted([(2, *toys.chain11_greedy(2, 60))], toys.chain(2), 16)
-    state, settings = begin(model, drafter, [[2]], request)
+    scripts = [(token, *toys.chain11_greedy(token, 60)) for token in (2, 3)]
+    drafter = toys.scripted(scripts, toys.chain(2), 16)
+    state, settings = begin(model, drafter, [[2], [3]], request)
     keys, sizes = jax.random.key_data(state.key_B).tolist(), state.cache.capacity
     if sizes > 64:  # no other program for the sake of a size
         return sizes
-    return finish(model, drafter, state, settings, 1, request), keys, sizes
+    with pytest.MonkeyPatch.context() as patch:
+        passes: list[int] = []
+        program = spec.generate._advance
+
+        def counted(*args: Any) -> Any:
+            passes.append(args[2].root_B.shape[0])
+            return program(*args)
+
+        patch.setattr(spec.generate, "_advance", counted)
+        return finish(model, drafter, state, settings, 2, request), keys, sizes, passes
 
 
 def test_request_cases_are_complete():

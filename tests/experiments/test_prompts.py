@@ -1,64 +1,16 @@
-"""The committed prompts are well formed; the loader and the converter name what is wrong."""
+"""The committed prompts are well formed, the loader names what is wrong; beginnings of texts."""
 
 import collections
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
-from experiments import convert_prompts, make_prompts
+from experiments import make_prompts
 from experiments.data import sources
 from experiments.prompts import load
 from tests.common import processes
 from tests.models.test_tokenizer import byte_level, write_folder
-
-# One made-up row of every format: (format, file name, content, expected kind, split and text).
-SETS = [
-    (
-        "spec_bench",
-        "question.jsonl",
-        '{"question_id": 7, "category": "rag", "turns": ["Tea is hot. Is tea hot?", "Why?"]}\n',
-        ("retrieval", "eval", "Tea is hot. Is tea hot?"),
-    ),
-    (
-        "human_eval",
-        "train.jsonl",  # evaluation only, whatever the file is called
-        '{"task_id": "Toy/0", "prompt": "def one():\\n"}\n',
-        ("code", "eval", "def one():\n"),
-    ),
-    (
-        "chatgpt_prompts",
-        "prompts.csv",
-        '"act","prompt"\n"Cook","Act as a cook.\nBe ""brief""."\n',
-        ("chat", "eval", 'Act as a cook.\nBe "brief".'),
-    ),
-    (
-        "webquestions",
-        "trainmodel.json",
-        '[\n {"qId": "toy1", "qText": "où dorment les hiboux ?"}\n]\n',
-        ("chat", "train", "où dorment les hiboux ?"),
-    ),
-    (
-        "gsm8k",
-        "test.jsonl",
-        '{"question": "What is 2 + 3?", "answer": "#### 5"}\n',
-        ("math", "eval", "What is 2 + 3?"),
-    ),
-    (
-        "self_instruct",
-        "seed_tasks.jsonl",
-        '{"id": "t0", "instruction": "Shorten.", "instances": [{"input": "A long line."}]}\n',
-        ("chat", "train", "Shorten.\n\nA long line."),
-    ),
-    (
-        "self_instruct",
-        "user_oriented_instructions.jsonl",
-        '{"id": "t1", "instruction": "Name a river.", "instances": [{"input": ""}]}\n',
-        ("chat", "eval", "Name a river."),
-    ),
-]
 
 
 def write(path: pathlib.Path, content: str) -> pathlib.Path:
@@ -91,12 +43,14 @@ def test_split_and_first_of_each_keep_file_order(tmp_path: pathlib.Path) -> None
     ("content", "message"),
     [
         (line() + "{oops\n", r"p\.jsonl:2: not JSON .* correct the line"),
-        ("[1]\n", r"p\.jsonl:1: found \[1\]; write an object"),
-        ('{"id": "a"}\n', r"p\.jsonl:1: field 'kind' is missing .* add it"),
+        ("[1]\n", r"p\.jsonl:1: found 1; write an object"),
+        (line() + "[1]\n", r"p\.jsonl:2: found \[1\]; write an object"),
+        ('{"id": "a"}\n', r"p\.jsonl:1: fields \['id'\] are no prompt; use id\+kind\+split\+text "),
         (line(text=" \n"), r"p\.jsonl:1: field 'text' is ' \\n'; make it a non-empty string"),
         (line(split=3), r"p\.jsonl:1: field 'split' is 3; make it a non-empty string"),
         (line() + line(), r"p\.jsonl:2: id 'a' was used in .*p\.jsonl:1; give each line its own"),
         (line(), r"no prompts with split 'eval'; the file has \['dev'\]"),
+        (" \n", r"p\.jsonl: no prompts; write at least one"),
     ],
 )
 def test_loader_names_the_line_and_the_fix(
@@ -104,49 +58,6 @@ def test_loader_names_the_line_and_the_fix(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load.load(write(tmp_path / "p.jsonl", content), "eval")
-
-
-@pytest.mark.parametrize(("name", "file", "content", "expected"), SETS)
-def test_every_format_converts_to_loadable_prompts(
-    tmp_path: pathlib.Path, name: str, file: str, content: str, expected: tuple[str, str, str]
-) -> None:
-    rows = convert_prompts.convert(name, write(tmp_path / file, content))
-    out = write(tmp_path / "out.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    [prompt] = load.load(out)
-    assert (prompt.kind, prompt.split, prompt.text) == expected
-    assert prompt.id.startswith(f"{name}-")
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "content", "message"),
-    [
-        ("alpaca", "x.jsonl", "", r"format 'alpaca' is unknown; use one of .*'gsm8k'"),
-        ("gsm8k", "x.jsonl", "", r"x\.jsonl: no rows"),
-        ("gsm8k", "x.jsonl", '{"q": "2?"}', r"x\.jsonl:1: field 'question' is missing"),
-        ("chatgpt_prompts", "x.csv", "act,prompt\na,b,c\nd\n", r"x\.csv:3: field 'prompt' is None"),
-        ("webquestions", "x.json", "[\n{]", r"x\.json:2: not JSON .* correct the line"),
-        ("webquestions", "x.json", "[3]", r"x\.json: item 1: found 3; write an object"),
-        ("human_eval", "x.jsonl", '{"task_id": 1, "prompt": "p"}\n' * 2, r"x\.jsonl:2: .* twice"),
-        ("spec_bench", "x.jsonl", '{"category": "art"}', r":1: category 'art'; use one of"),
-        ("spec_bench", "x.jsonl", '{"category": "qa", "turns": []}', r":1: field 'turns' is \[\]"),
-        ("self_instruct", "x.jsonl", '{"instruction": "Go."}', r":1: field 'instances' is None"),
-    ],
-)
-def test_converter_names_the_line_and_the_fix(
-    tmp_path: pathlib.Path, name: str, file: str, content: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        convert_prompts.convert(name, write(tmp_path / file, content))
-
-
-def test_script_writes_the_first_rows(tmp_path: pathlib.Path) -> None:
-    source = write(
-        tmp_path / "test.jsonl", '{"question": "2 + 3 = ?"}\n{"question": "1 + 1 = ?"}\n'
-    )
-    out = tmp_path / "out.jsonl"
-    script = [sys.executable, "-m", "experiments.convert_prompts", "--format=gsm8k", "--limit=1"]
-    subprocess.run([*script, f"--input={source}", f"--out={out}"], check=True)
-    assert [prompt.text for prompt in load.load(out)] == ["2 + 3 = ?"]
 
 
 def test_beginnings_of_texts_are_prompts(tmp_path):

@@ -1,5 +1,7 @@
 """The cache protocol: commit, insert, the check before work, and prefill in chunks."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from models.attention import LayerKV
 from models.kv_cache import KVCache, commit, insert, take_path
-from models.prefill import longest_chunk, prefill
+from models.prefill import chunk_of, prefill
 from models.transformer import causal_mask
 from tests.common import toys
 
@@ -121,7 +123,7 @@ def one_pass(model, token_BT):
     return out.hidden_BNID, out.tree_kv
 
 
-CHUNK = longest_chunk()
+CHUNK = chunk_of(1024)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,18 @@ def test_chunks_equal_one_pass(model, lengths):
                 got = np.asarray(slots[layer][row]).swapaxes(0, 1)
                 np.testing.assert_allclose(got[:count], made[row, :count], atol=1e-4)
                 assert not got[count:].any(), "a slot beyond the length was written"
+
+
+def test_chunks_are_written_in_place(model):
+    """XLA:CPU copies no cache between attention, which reads it, and commit, which writes it."""
+    T, capacity = 2 * CHUNK, 2 * CHUNK + 8
+    arguments = (model, jnp.zeros((1, T), jnp.int32), jnp.ones(1, jnp.int32))
+    text = jax.jit(lambda *a: prefill(*a, capacity)).lower(*arguments).compile().as_text()
+    K, A = model.config.num_kv_heads, model.config.head_dim
+    loops, _ = text.split("\nENTRY ")
+    cache = rf"f32\[1,{K},{capacity},{A}\]"
+    assert re.search(cache, loops)
+    assert not re.search(rf"= {cache}\S* copy\(", loops)
 
 
 def test_prompts_that_do_not_divide_into_chunks_are_refused(model):

@@ -29,7 +29,7 @@ def test_an_explicit_choice_is_kept_or_refused(implementation, A, dtype, words):
 
 
 def test_the_platform_decides_by_default():
-    """Lowered for a TPU the kernel, for a CPU the reference; where it does not fit, never."""
+    """Lowered for a TPU the kernel, for a CPU what XLA makes; where it does not fit, never."""
     for case, kernel in (((3, 64, 64, (6, 2)), True), ((3, 64, 16, (6, 2)), False)):
         args = arguments(*case)
         for platform, expected in (("tpu", kernel), ("cpu", False)):

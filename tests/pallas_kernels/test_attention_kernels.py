@@ -27,7 +27,7 @@ from tests.pallas_kernels.test_attention_reference import dense, inputs
 
 HEADS = ((6, 2), (7, 1), (4, 4))
 ON_GPU = any(device.platform == "gpu" for device in jax.devices())
-IMPLEMENTATIONS = ("reference", "tpu", "gpu") if ON_GPU else ("reference", "tpu")
+IMPLEMENTATIONS = ("reference", "blocked", "tpu", *(("gpu",) if ON_GPU else ()))
 SMALL, SQUARE = Blocks(kv=64, rows=32), Blocks(kv=64, rows=64)
 
 
@@ -208,6 +208,27 @@ def test_gpu_kernel_with_a_block_table():
     table_BX, pages = paged(k, v)
     got = run_gpu(q, *pages, length, tree_k, tree_v, mask, table_BX)
     assert_right(got, (q, k, v, length, tree_k, tree_v, mask))
+
+
+@pytest.mark.parametrize("N", [1, 8, 64, 130])
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 129, 300), (128, 5, 256)], ids=str)
+def test_blocked_walks_as_far_as_the_longest_row(N, lengths):
+    """No block, ends inside and on the edge of a block, a last block that begins earlier."""
+    args = list(arguments(N, 300, 64, (6, 2)))
+    args[3] = jnp.asarray(lengths, jnp.int32)
+    got = run("blocked", *dirty(args))
+    assert_right(got, args)
+    for mine, plain in zip(got, run("reference", *args), strict=True):
+        np.testing.assert_allclose(mine, plain, atol=1e-5)
+
+
+def test_blocked_never_scores_the_whole_cache():
+    """Queries by slots is what the reference makes, so that its cost follows the capacity."""
+    args = arguments(8, 1000, 64, (6, 2))
+    for name, made in (("reference", True), ("blocked", False)):
+        attend = functools.partial(tree_attention, implementation=name)
+        text = jax.jit(attend).lower(*args).as_text()
+        assert ("8x1000x" in text) == made
 
 
 def test_more_tree_nodes_than_queries(attend):

@@ -146,6 +146,37 @@ def test_one_device_and_all(sizes, kind):
             assert not got[1:].any()
 
 
+def test_send():
+    """On to the next, or back; zeros where nobody sends to; also more chunks than entries."""
+    sizes, x, g = {"a": 4}, data({"a": 4}, 3, 2), 4
+    onwards, back = [(i, i + 1) for i in range(g - 1)], [(i + 1, i) for i in range(g - 1)]
+    every = list(compositions("send", sizes, (1, 2, 5, 9)))
+    assert [str(how) for how in every] == ["send(a)", "send(a) /2", "send(a) /5", "send(a) /9"]
+
+    def both(x):
+        return [[collectives.send(x, to, "a", how) for to in (onwards, back)] for how in every]
+
+    nothing = np.zeros_like(x[:1])
+    for how, (later, earlier) in zip(every, run(sizes, both, x, out=True), strict=True):
+        np.testing.assert_array_equal(later, np.concatenate([nothing, x[:-1]]), err_msg=str(how))
+        np.testing.assert_array_equal(earlier, np.concatenate([x[1:], nothing]), err_msg=str(how))
+
+
+def test_a_send_goes_along_one_axis():
+    assert not list(compositions("send", {"a": 2, "b": 2}))
+    for axes, text in (
+        (("a", "b"), "send(a) send(b)"),
+        (("a",), "send(a) send(a)"),
+        (("a",), "all_gather(a)"),
+        (("b",), "send(a)"),
+    ):
+        assert not legal("send", axes, Composition.parse(text))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        assert not legal(kind, ("a",), Composition.parse("send(a)"))
+    with pytest.raises(ValueError, match=r"send\(a,b\): .* a send along one"):
+        flat("send", ("a", "b"))
+
+
 def test_more_chunks_than_entries():
     """No piece is empty."""
     sizes, many = {"a": 2}, 5

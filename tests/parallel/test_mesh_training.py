@@ -27,6 +27,14 @@ MODEL = {"vocab_size": V, "num_layers": 4}
 # A tied table is embedded on the first stage of a pipeline and the head of the last.
 TIED = {**MODEL, "tied_embeddings": True, "attention_bias": True}
 TWO_LEVEL = Composition.parse("reduce_scatter(data) all_reduce(host) all_gather(data) /2")
+BOTH = ("host", "fsdp")
+ACROSS = Composition.parse("all_gather(host) all_gather(fsdp)")  # the slow link first, on shards
+# Every site beside the blocks, composed otherwise than by one collective.
+SITES = Plan(
+    table=Composition.parse("ring_scatter(tensor) /2"),
+    head=Composition.parse("ring_gather(tensor)"),
+    loss=Composition.parse("reduce_scatter(tensor) all_gather(tensor) /3"),
+)
 
 # Mesh, plan, how the step is composed.
 CASES = {
@@ -80,6 +88,52 @@ CASES = {
         Plan(zero=1, schedule="1f1b"),
         {"accumulate": 2},
     ),
+    "shards over two levels": (
+        {"host": 2, "fsdp": 2},
+        Plan(shard=BOTH, gather=ACROSS, scatter=ACROSS.mirrored(), bucket="block"),
+        {"scan": True},
+    ),
+    "two levels, zero 2": (
+        {"host": 2, "data": 2, "fsdp": 2},
+        Plan(
+            shard=BOTH,
+            gather=Composition.parse("ring_gather(fsdp) all_gather(host) /2"),
+            scatter=Composition.parse("ring_scatter(fsdp) reduce_scatter(host) /3"),
+            zero=2,
+            order="chained",
+        ),
+        {},
+    ),
+    "two levels x tensor, fetched ahead": (
+        {"host": 2, "fsdp": 2, "tensor": 2},
+        Plan(shard=BOTH, gather=ACROSS, prefetch=True, bucket="block"),
+        {"scan": True},
+    ),
+    "two levels x pipe": (
+        {"host": 2, "fsdp": 2, "pipe": 2},
+        Plan(shard=BOTH, scatter=ACROSS.mirrored(), zero=1),
+        {},
+    ),
+    "shards over hosts and data": (
+        {"host": 2, "data": 2},
+        Plan(shard=("host", "data"), when="each", zero=2),
+        {"accumulate": 2},
+    ),
+    "shards over hosts, replicas inside": (
+        {"host": 2, "data": 2},
+        Plan(shard=("host",), reduce=Composition.parse("reduce_scatter(data) all_gather(data)")),
+        {},
+    ),
+    "table, head, loss and sends": (
+        {"pipe": 2, "tensor": 2},
+        dataclasses.replace(SITES, send=Composition.parse("send(pipe) /3"), schedule="1f1b"),
+        {"accumulate": 2},
+    ),
+    "table, head, loss, gpipe's sends": (
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        dataclasses.replace(SITES, send=Composition.parse("send(pipe) /2")),
+        {"accumulate": 2, "scan": True},
+    ),
 }
 
 
@@ -125,7 +179,7 @@ def tied():
 def assert_same_steps(model, oracle, sizes, plan, how):
     mesh, optimizer = mesh_of(sizes), large_then_small()
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    state, metrics = step(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
+    state, metrics = step(init_state(split(model), optimizer, mesh, plan), batch(0, vocab=V))
     first, last, wanted = oracle
     assert_close(metrics, wanted, 1e-5)
     assert_close(state.params, first, 1e-5)
@@ -149,6 +203,9 @@ LATER = (
     "pipe, gpipe",
     "pipe, few micro-batches",
 )
+LATER += ("two levels, zero 2", "two levels x tensor, fetched ahead", "two levels x pipe")
+LATER += ("shards over hosts and data", "shards over hosts, replicas inside")
+LATER += ("table, head, loss, gpipe's sends",)
 LATER += ("hybrid sharded", "fsdp x tensor", "pipe x tensor", "fsdp x pipe", "tensor")
 
 
@@ -179,7 +236,7 @@ def adam_in_float64(model, sizes, plan, how):
         optimizer, stages, mesh = optax.adam(1e-2), llama_stages(model.config), mesh_of(sizes)
         plain = make_train_step(stages, optimizer)
         hybrid = make_train_step(stages, optimizer, mesh, plan, **how)
-        one, many = init_state(wide, optimizer), init_state(wide, optimizer, mesh)
+        one, many = init_state(wide, optimizer), init_state(wide, optimizer, mesh, plan)
         for seed in range(5):
             data = batch(seed, vocab=V)
             one, many = plain(one, data)[0], hybrid(many, data)[0]
@@ -303,21 +360,27 @@ def test_gradient_of_a_replicated_weight():
         assert float(metrics.loss) == 2
 
 
-def test_norm_counts_every_element_once():
-    """HO-27: gradient [3 | 4] in shards and 12 whole: 13, and clipping to 1 divides by it."""
-    rows = jnp.asarray([3.0, 4.0])
+@pytest.mark.parametrize(
+    ("shard", "rows"), [(("fsdp",), [3.0, 4.0]), (BOTH, [1.0, 2.0, 2.0, 4.0])], ids=str
+)
+def test_norm_counts_every_element_once(shard, rows):
+    """HO-27: gradient [3 | 4] or [1 | 2 | 2 | 4] in shards, 12 whole: 13; clipped to 1 over 13."""
+    devices = len(rows)
     stages = toy(
-        lambda outer, data: data["d_B"][:, None] * (rows * outer["w_D"] + 6 * outer["c"])[None]
+        lambda outer, data: (
+            data["d_B"][:, None]
+            * (jnp.asarray(rows) * outer["w_D"] + 12 / devices * outer["c"])[None]
+        )
     )
-    data = {"d_B": jnp.ones(2), "weight_B": jnp.ones(2)}
-    params = Params({"w_D": jnp.zeros(2), "c": jnp.zeros(())}, {"none_L": jnp.zeros(1)})
+    data = {"d_B": jnp.ones(devices), "weight_B": jnp.ones(devices)}
+    params = Params({"w_D": jnp.zeros(devices), "c": jnp.zeros(())}, {"none_L": jnp.zeros(1)})
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    mesh = mesh_of({"fsdp": 2})
-    state = init_state(params, optimizer, mesh)
+    mesh, plan = mesh_of(dict.fromkeys(shard, 2)), Plan(shard=shard)
+    state = init_state(params, optimizer, mesh, plan)
     assert state.params.outer["w_D"].addressable_shards[0].data.shape == (1,)
-    state, metrics = make_train_step(stages, optimizer, mesh)(state, data)
+    state, metrics = make_train_step(stages, optimizer, mesh, plan)(state, data)
     assert float(metrics.grad_norm) == pytest.approx(13)
-    np.testing.assert_allclose(state.params.outer["w_D"], [-3 / 13, -4 / 13], rtol=1e-6)
+    np.testing.assert_allclose(state.params.outer["w_D"], -np.asarray(rows) / 13, rtol=1e-6)
     np.testing.assert_allclose(state.params.outer["c"], -12 / 13, rtol=1e-6)
 
 

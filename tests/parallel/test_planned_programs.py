@@ -1,6 +1,7 @@
 """The compiled step holds exactly the collectives that its plan names: kinds and groups (HO-32)."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -11,8 +12,10 @@ from jax.extend.core import jaxprs_in_params
 
 from models.stages import llama_stages, split
 from parallel.overlap import Overlap
-from parallel.partition import Composition
+from parallel.partition import Collective, Composition, Op
 from parallel.plan import Plan
+from parallel.planner.cluster import Cluster, Placement
+from parallel.planner.cost import traffic
 from parallel.train import init_state, make_train_step
 from tests.common import toys
 from tests.parallel.test_mesh_training import MODEL, V, mesh_of
@@ -59,7 +62,7 @@ def model():
 def program(model, sizes, plan, **how):
     mesh, optimizer = mesh_of(sizes), optax.sgd(0.1)
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    state = init_state(split(model), optimizer, mesh)
+    state = init_state(split(model), optimizer, mesh, plan)
     return step.lower(state, batch(0, vocab=V)), len(jax.tree.leaves(state.params))
 
 
@@ -155,15 +158,25 @@ def loops(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"remat": True}, {"scan": True}, {"scan": True, "prefetch": True}], ids=str
+    "how",
+    [
+        {},
+        {"remat": True},
+        {"scan": True},
+        {"scan": True, "prefetch": True},
+        {"scan": True, "prefetch": True, "shard": ("host", "fsdp")},
+    ],
+    ids=str,
 )
 def test_a_gather_of_weights_waits_for_no_product(model, how):
-    """The next block's weights can be fetched while this one is computed."""
-    mesh, optimizer = mesh_of({"fsdp": 2}), optax.sgd(0.1)
-    how = dict(how)
-    plan = Plan(prefetch=how.pop("prefetch", False))
+    """The next block's weights can be fetched while this one is computed, over both levels too."""
+    how, optimizer = dict(how), optax.sgd(0.1)
+    shard = how.pop("shard", ("fsdp",))
+    mesh = mesh_of(dict.fromkeys(shard, 2))
+    gather = Composition(tuple(Op("all_gather", (axis,)) for axis in shard))
+    plan = Plan(gather=gather, shard=shard, prefetch=how.pop("prefetch", False))
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    traced = step.trace(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
+    traced = step.trace(init_state(split(model), optimizer, mesh, plan), batch(0, vocab=V))
     found = list(gathers_in(traced.jaxpr.jaxpr))
     assert len(found) > 10
     if how.get("scan"):  # what a loop carries was gathered by the iteration before
@@ -172,3 +185,123 @@ def test_a_gather_of_weights_waits_for_no_product(model, how):
         assert bool(carried) == plan.prefetch
     for before in found:
         assert not [eqn for eqn in before if eqn.primitive.name in ("dot_general", "scan")]
+
+
+# ---------------------------------------------------------------------- shards over two levels
+
+SLOW = pytest.mark.slow
+LEVELS = {"host": 2, "fsdp": 2}
+WAYS = {
+    "flat": "all_gather(host,fsdp)",
+    "outside first": "all_gather(host) all_gather(fsdp)",
+    "inside first": "all_gather(fsdp) all_gather(host)",
+}
+
+
+def bytes_in(text, sizes, node):
+    """Bytes out of a device to its node and out of a node, of a program's gathers and scatters.
+
+    A ring through each group, node by node, as in `parallel.planner.cost`.
+    """
+    widths, sent = {"f32": 4, "bf16": 2}, np.zeros(2)
+    for line in text.splitlines():
+        kind = re.search(r"= (\w+)\[([\d,]*)\]\S* (all-gather|reduce-scatter)\(", line)
+        if kind is None:
+            assert not re.search(r"= \(.* (all-gather|reduce-scatter)\(", line), "merged"
+            continue
+        ((_, groups),) = collectives_in(line)
+        members = len(next(iter(groups)))
+        whole = widths[kind[1]] * np.prod([int(n) for n in kind[2].split(",")])
+        whole *= members if kind[3] == "reduce-scatter" else 1
+        each = whole * (members - 1) / members
+        nodes = [{device // node for device in group} for group in groups]
+        inside = any(len(at) < members for at in nodes)  # some neighbours share a node
+        # Groups that leave a node leave it side by side.
+        leaving = sum(1 for at in nodes if 0 in at and len(at) > 1)
+        sent += [each * inside, each * leaving]
+    return sent
+
+
+@pytest.mark.parametrize(
+    "way", [way if way == "outside first" else pytest.param(way, marks=SLOW) for way in WAYS]
+)
+def test_shards_over_two_levels(way):
+    """Groups of each step, and bytes on each level, are those that the planner counts."""
+    model = toys.tiny(vocab_size=V, num_layers=1)
+    gather = Composition.parse(WAYS[way])
+    plan = Plan(
+        shard=("host", "fsdp"), gather=gather, scatter=gather.mirrored(), zero=1, order="chained"
+    )
+    lowered, weights = program(model, LEVELS, plan)
+    text = lowered.compile().as_text()
+    found = collectives_in(text)
+    for kind, ops in (("all-gather", gather.ops), ("reduce-scatter", gather.mirrored().ops)):
+        mine = [groups_of(LEVELS, op.axes) for op in ops]
+        assert {groups for name, groups in found if name == kind} == set(mine)
+        assert all(found[kind, groups] == weights for groups in mine)
+    where = Placement(Cluster.parse("a100:2x2"), LEVELS)
+    want = np.zeros(2)
+    for leaf in jax.tree.leaves(split(model)):
+        for kind, how in (("all_gather", gather), ("reduce_scatter", gather.mirrored())):
+            wanted = Collective(kind, ("host", "fsdp"), leaf.nbytes, str(leaf.dtype))
+            want += traffic(wanted, how, where)
+    np.testing.assert_allclose(bytes_in(text, LEVELS, 2), want)
+    if way != "flat":  # outside first: each byte leaves the node once, not with every device
+        share = {"outside first": 1.0, "inside first": 2.0}[way]
+        total = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(split(model)))
+        assert want[1] == share * total / 2
+
+
+# ---------------------------------------------------------------------- embedding, loss, sends
+
+# A ring takes the place of one collective each way.
+RING = {"all-gather": -1, "reduce-scatter": -1}
+ALONE = {
+    "table": ({"tensor": 2}, "ring_scatter(tensor)", {"collective-permute": 2, **RING}),
+    "head": ({"tensor": 2}, "ring_gather(tensor) /2", {"collective-permute": 4, **RING}),
+    "loss": (
+        {"tensor": 2},
+        "reduce_scatter(tensor) all_gather(tensor) /3",
+        {"reduce-scatter": 6, "all-gather": 6},
+    ),
+    "send": ({"pipe": 2}, "send(pipe) /3", {"collective-permute": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def kinds():
+    """Counts the kinds of collectives of a small compiled step; each plan is compiled once."""
+    model = toys.tiny(vocab_size=V)
+
+    @functools.cache
+    def of(axis, plan):
+        scan = axis == "pipe"
+        lowered, _ = program(model, {axis: 2}, plan, scan=scan)
+        found: collections.Counter = collections.Counter()
+        for (kind, _), count in collectives_in(lowered.compile().as_text()).items():
+            found[kind] += count
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "sites",
+    [
+        ("table", "head", "loss"),
+        ("send",),
+        *(pytest.param((site,), marks=SLOW) for site in ("table", "head", "loss")),
+    ],
+    ids=str,
+)
+def test_sites_beside_the_blocks_are_read(kinds, sites):
+    """Changed in the plan, and so in the compiled program, forward and backward."""
+    ((axis, _),) = ALONE[sites[0]][0].items()
+    plan = Plan(**{site: Composition.parse(ALONE[site][1]) for site in sites})
+    assert Plan.from_json(plan.to_json()) == plan
+    plain, found = kinds(axis, Plan()), kinds(axis, plan)
+    more: collections.Counter = collections.Counter()
+    for site in sites:
+        more.update(ALONE[site][2])
+    for kind in ("collective-permute", "all-gather", "reduce-scatter"):
+        assert found[kind] - plain[kind] == more[kind], kind

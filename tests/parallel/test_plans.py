@@ -8,11 +8,11 @@ import pytest
 
 from models.stages import llama_stages, split
 from parallel.overlap import Overlap
-from parallel.partition import Composition, compositions
-from parallel.plan import BATCH, Plan
+from parallel.partition import Composition, compositions, flat
+from parallel.plan import BATCH, KINDS, Plan
 from parallel.train import init_state, make_train_step
 from tests.common import toys
-from tests.parallel.test_mesh_training import MODEL, V, five_steps, large_then_small, mesh_of
+from tests.parallel.test_mesh_training import BOTH, MODEL, V, five_steps, large_then_small, mesh_of
 from tests.parallel.test_train_step import assert_close, batch
 
 
@@ -41,6 +41,7 @@ def sampled_plans(count):
         {"host": 2, "data": 2},
         {"host": 2, "data": 2, "fsdp": 2},
         {"fsdp": 4},
+        {"host": 2, "fsdp": 2},
         {"data": 2, "fsdp": 2},
         {"data": 2, "tensor": 2},
         {"fsdp": 2, "tensor": 2},
@@ -58,6 +59,7 @@ def sampled_plans(count):
         )
         scan = one_of([False, True])
         for site, values in (
+            ("shard", [("fsdp",), ("host", "fsdp"), ("host", "data"), ("data",)]),
             ("zero", [1, 2, 3]),
             ("bucket", ["leaf", "block"]),
             ("prefetch", [False, True]),
@@ -65,12 +67,8 @@ def sampled_plans(count):
         ):
             other = dataclasses.replace(plan, **{site: one_of(values)})
             plan = other if fits(other, sizes, scan) else plan
-        for site, kind, axes in (
-            ("gather", "all_gather", ("fsdp",)),
-            ("scatter", "reduce_scatter", ("fsdp",)),
-            ("reduce", "all_reduce", ("host", "data")),
-        ):
-            mine = {axis: sizes[axis] for axis in axes if axis in sizes}
+        for site, kind in KINDS.items():
+            mine = {axis: sizes[axis] for axis in plan.axes(site, sizes)}
             if mine:
                 how = one_of(list(compositions(kind, mine, (1, 2, 3))))
                 plan = dataclasses.replace(plan, **{site: how})
@@ -95,7 +93,7 @@ def test_sampled_plans(model, oracle, sizes, plan, how):
     assert Plan.from_json(plan.to_json()) == plan
     mesh, optimizer = mesh_of(sizes), large_then_small()
     step = make_train_step(llama_stages(model.config), optimizer, mesh, plan, **how)
-    state, metrics = step(init_state(split(model), optimizer, mesh), batch(0, vocab=V))
+    state, metrics = step(init_state(split(model), optimizer, mesh, plan), batch(0, vocab=V))
     assert_close(state.params, oracle[0], 1e-5)
     assert_close(metrics, oracle[2], 1e-5)
 
@@ -110,10 +108,9 @@ REFUSED = {  # HO-28
         {},
         "does not divide into 2 devices x 3",
     ),
-    "kv heads": ({"tensor": 4}, {}, 8, {}, r"k_DKA.*axis K has 2 entries.*4 devices"),
-    "heads": ({"tensor": 4}, {}, 8, {"num_kv_heads": 6}, r"k_DKA.*axis K has 6 entries"),
+    "heads": ({"tensor": 8}, {}, 8, {}, "8 devices on the mesh axis 'tensor' for 6 query heads"),
     "layers": ({"pipe": 2}, {}, 8, {"num_layers": 5}, "axis L has 5 entries.*2 devices"),
-    "vocabulary": ({"tensor": 2}, {}, 8, {"vocab_size": 97}, "axis V has 97 entries"),
+    "vocabulary": ({"tensor": 4}, {}, 8, {"vocab_size": 3}, "4 devices .* 3 tokens of the voc"),
     "tokens": (
         {"tensor": 8},
         {},
@@ -165,6 +162,28 @@ def test_impossible_meshes_are_refused(name):
         (Plan(when="each"), {"pipe": 2}, "when = each needs no pipeline"),
         (Plan(when="each", zero=1), {"fsdp": 2}, "when = each needs"),
         (Plan(zero=2), {"fsdp": 2, "pipe": 2}, "say 1 or 3"),
+        (Plan(shard=BOTH), {"fsdp": 2}, r"shard = \('host', 'fsdp'\) needs .* \('host', 'fsdp'\)"),
+        (
+            Plan(shard=BOTH, gather=flat("all_gather", ("fsdp",))),
+            {"host": 2, "fsdp": 2},
+            "gather: all_gather.fsdp. is no all_gather over .'host', 'fsdp'.*sharded over .'host'",
+        ),
+        (
+            Plan(shard=BOTH, reduce=flat("all_reduce", ("host",))),
+            {"host": 2, "fsdp": 2},
+            "reduce = all_reduce.host., but the mesh .* nothing to all_reduce",
+        ),
+        (
+            Plan(table=flat("reduce_scatter", ("tensor",))),
+            {"pipe": 2},
+            "table = .* no axis .*tenso",
+        ),
+        (Plan(table=flat("all_gather", ("tensor",))), {"tensor": 2}, "table: .* no reduce_scatter"),
+        (Plan(head=flat("all_gather", ("pipe",))), {"tensor": 2}, "head: .* leaves the group"),
+        (Plan(loss=flat("reduce_scatter", ("tensor",))), {"tensor": 2}, "loss: .* no all_reduce"),
+        (Plan(send=flat("send", ("pipe",))), {"tensor": 2}, "send = .* no axis of .'pipe'"),
+        (Plan(send=flat("all_gather", ("pipe",))), {"pipe": 2}, "send: all_gather.* is no send"),
+        (Plan(reduce=flat("send", ("data",))), {"data": 2}, "reduce: send.data. is no all_reduce"),
     ],
 )
 def test_what_nothing_would_read_is_refused(plan, sizes, words):
@@ -177,6 +196,10 @@ def test_bad_plans():
         ({"zero": 4}, "zero = 4"),
         ({"bucket": "all"}, "bucket = 'all'"),
         ({"when": "never"}, "when = 'never'"),
+        ({"shard": ()}, r"shard = \(\): choose some of"),
+        ({"shard": ("fsdp", "host")}, "in this order"),
+        ({"shard": ("tensor",)}, "choose some of .'host', 'data', 'fsdp'"),
+        ({"shard": "fsdp"}, "choose some of"),
     ):
         with pytest.raises(ValueError, match=words):
             Plan(**bad)
@@ -187,6 +210,11 @@ def test_bad_plans():
         ('{"row": "spiral"}', "Plan: row: Overlap"),
         ('{"row": 5}', "Plan: row: 5 is no text"),
         ('{"gather": "all(x)"}', "Plan: gather"),
+        ('{"send": 3}', "Plan: send: 3 is no text"),
+        ('{"loss": "sum(tensor)"}', "Plan: loss: Primitive 'sum'"),
+        ('{"column": null}', "Plan: column: None is no text"),
+        ('{"shard": ["host"]}', "Plan: shard: .* is no text"),
+        ('{"shard": "fsdp,host"}', "in this order"),
     ):
         with pytest.raises(ValueError, match=words):
             Plan.from_json(text)

@@ -25,12 +25,20 @@ def free_port():
         return free.getsockname()[1]
 
 
-def launched(folder, mesh, count, steps=training_job.STEPS):
+def launched(folder, mesh, count, steps=training_job.STEPS, *shard):
     """Starts `count` processes of the training job, a device each."""
     job, port = ("-m", "tests.common.training_job", str(folder), mesh), free_port()
     return [
         subprocess.Popen(
-            [sys.executable, *job, f"localhost:{port}", str(count), str(number), str(steps)],
+            [
+                sys.executable,
+                *job,
+                f"localhost:{port}",
+                str(count),
+                str(number),
+                str(steps),
+                *shard,
+            ],
             cwd=processes.ROOT,
             env=processes.one_device(),
             stdout=subprocess.DEVNULL,
@@ -67,10 +75,18 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "count"), [("data=2", 2), pytest.param("fsdp=2,tensor=2", 4, marks=pytest.mark.slow)]
+    ("mesh", "count", "shard"),
+    [
+        ("data=2", 2, ()),
+        pytest.param("fsdp=2,tensor=2", 4, (), marks=pytest.mark.slow),
+        # Six query and two key/value heads: padded, and with copies.
+        pytest.param("tensor=4", 4, (), marks=pytest.mark.slow),
+        pytest.param("host=2,fsdp=2", 4, ("host,fsdp",), marks=pytest.mark.slow),
+    ],
 )
-def test_many_processes_give_one_curve(tmp_path, alone, mesh, count):
-    for status, errors in finished(launched(tmp_path, mesh, count)):
+def test_many_processes_give_one_curve(tmp_path, alone, mesh, count, shard):
+    running = launched(tmp_path, mesh, count, training_job.STEPS, *shard)
+    for status, errors in finished(running):
         assert status == 0, errors[-2000:]
     close(losses(tmp_path), alone)
 
@@ -109,6 +125,21 @@ def test_a_wrong_collective_is_seen(monkeypatch):
     monkeypatch.setattr(launch.collectives, "_ring_scatter", lambda x, name, axis: x[: x.size // 2])
     with pytest.raises(RuntimeError, match=r"ring_scatter over mesh axes \('data',\)"):
         launch.check_collectives(launch.make_mesh({"tensor": 2, "data": 4}))
+
+
+def test_shards_over_two_axes_are_checked(monkeypatch):
+    """A group that is neither one axis nor all of them; the first one that is wrong is named."""
+    mesh = launch.make_mesh({"host": 2, "fsdp": 2, "tensor": 2})
+    whole = launch.collectives.all_gather
+
+    def wrong(x, axis, axes, how):
+        found = whole(x, axis, axes, how)
+        return found if axes != ("host", "fsdp") else found + 1
+
+    monkeypatch.setattr(launch.collectives, "all_gather", wrong)
+    launch.check_collectives(mesh)
+    with pytest.raises(RuntimeError, match=r"all_gather over mesh axes \('host', 'fsdp'\) \(4 dev"):
+        launch.check_collectives(mesh, ("host", "fsdp"))
 
 
 @pytest.mark.parametrize(

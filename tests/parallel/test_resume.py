@@ -16,6 +16,8 @@ import pytest
 from experiments.common.loop import LoopConfig, columns, fit
 from experiments.data.batches import Batches, Rows
 from models.stages import llama_stages, split
+from parallel.partition import Composition
+from parallel.plan import Plan
 from parallel.train import init_state, make_train_step
 from tests.common import processes, toys, training_job
 from tests.parallel.test_mesh_training import mesh_of
@@ -76,7 +78,12 @@ def four_steps(tmp_path_factory):
     return folder / "part", training_job.train(folder / "whole", 8, 4, mesh_of({"fsdp": 4}))
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2}, {}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    # Four tensor ranks share two key/value heads, each a copy.
+    [{"fsdp": 4}, {"fsdp": 2}, {}, {"data": 2, "tensor": 2}, {"tensor": 4}],
+    ids=str,
+)
 def test_resumed_on_another_mesh(four_steps, tmp_path, sizes):
     """Losses of steps 5 to 8, weights and moments; the same bits on the same mesh."""
     part, whole = four_steps
@@ -89,6 +96,34 @@ def test_resumed_on_another_mesh(four_steps, tmp_path, sizes):
     wanted = [loss for _, loss in losses(part.parent / "whole")]
     found = [loss for _, loss in losses(tmp_path / "run")]
     np.testing.assert_allclose(found, wanted, rtol=1e-6 if tolerance else 0)
+
+
+LEVELS = {"host": 2, "fsdp": 2}
+ACROSS = Composition.parse("all_gather(host) all_gather(fsdp)")
+ACROSS_PLAN = Plan(shard=("host", "fsdp"), gather=ACROSS, scatter=ACROSS.mirrored())
+
+
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"fsdp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_shards_over_two_levels_resumed(four_steps, tmp_path, sizes):
+    """From one level to two, to another mesh; a device holds a quarter of every weight between."""
+    part, whole = four_steps
+    run = tmp_path / "run"
+    shutil.copytree(part, run)
+    state = training_job.train(run, 6, 6, mesh_of(LEVELS), ACROSS_PLAN)
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        if leaf.ndim:
+            assert leaf.size == 4 * leaf.addressable_shards[0].data.size
+            # Numbered host by host: the first device of the second host has the third quarter.
+            starts = [
+                max(index.start or 0 for index in each.index) for each in leaf.addressable_shards
+            ]
+            assert starts == sorted(starts)
+            assert len(set(starts)) == 4
+    state = training_job.train(run, 8, 8, mesh_of(sizes) if sizes else None)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=2e-6)
+    wanted = [loss for _, loss in losses(part.parent / "whole")]
+    np.testing.assert_allclose([loss for _, loss in losses(run)], wanted, rtol=1e-6)
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):

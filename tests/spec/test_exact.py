@@ -259,7 +259,7 @@ def test_unbalanced_tree_of_mixed_widths():
         assert total_variation(law, world.target_law(4)) < EXACT
 
 
-# One node: V = 4, k = 3, the vectors of specinfer.md section 3.2.
+# One node: V = 4, k = 3, vectors with known figures.
 P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
 Q2 = np.array([0.25, 0.15, 0.35, 0.25])
 

@@ -6,7 +6,7 @@ from spec.drafters import NGramDrafter
 from spec.generate import Request, generate, stream
 from tests.common.toys import PLAIN, VOCAB1, chain, chain11, chain11_greedy, scripted, tiny
 
-# Log-softmax of (4, 3, 0 x 9) at its best entry, cases.md section 1.
+# Log-softmax of (4, 3, 0 x 9) at its best entry.
 BEST = -0.427044
 LETTERS = {7: b"a", 0: b"b", 1: b"c", 4: b"d", 2: b"e"}
 

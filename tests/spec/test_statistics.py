@@ -15,7 +15,7 @@ from scipy import stats
 from spec.decode import advance
 from spec.drafters import EnsembleDrafter, ModelDrafter, NGramDrafter, RootDrafter
 from spec.draws import Children, Kind
-from spec.generate import Request, _row_keys, begin
+from spec.generate import Request, begin, row_keys, row_seeds
 from spec.tree_shapes import expansion
 from spec.verify import TopDown
 from tests.common.toys import lookup
@@ -104,8 +104,8 @@ def run(name, draws, temperature, top_p, other_rule=None):
         settings = dataclasses.replace(settings, rule=other_rule)
     for batch in range(draws // size):
         seed = 1000 * round(10 * temperature) + batch  # the two settings share no number
-        fresh = dataclasses.replace(state, key_B=_row_keys(seed, size, size))
-        done = steps(TARGET, drafter, fresh, settings, np.int32(3))
+        fresh = dataclasses.replace(state, key_B=row_keys(*row_seeds(seed, size, size)))
+        done, _ = steps(TARGET, drafter, fresh, settings, np.int32(3))
         assert (np.asarray(done.emitted_B) == 3).all()
         tokens.append(np.asarray(done.token_BE)[:, :3])
     return p_values(np.concatenate(tokens), law(temperature, top_p))

@@ -10,7 +10,7 @@ from tests.common.enumeration import World, groups, tv_and_accepted
 
 
 def reject_mss(p, q, k):
-    """Product over draws of 1 - sum min(r, q), r the residual (specinfer.md 1.10)."""
+    """Product over draws of 1 - sum min(r, q), r the residual."""
     chance, r = 1.0, p.copy()
     for _ in range(k):
         chance *= 1 - np.minimum(r, q).sum()

@@ -10,7 +10,7 @@ from tests.common import toys
 @pytest.mark.parametrize(
     ("widths", "nodes", "leaves"),
     [
-        # SpecInfer sections 3 and 6.4; counts derived in specinfer.md 1.3: level sizes added up.
+        # SpecInfer sections 3 and 6.4; counts are level sizes added up.
         ((2, 2, 1), 1 + 2 + 4 + 4, 4),
         ((1, 1, 3, 1, 1, 1, 1, 1), 21, 3),
         ((3, 1, 1, 1, 1, 1, 1, 1), 25, 3),

@@ -93,7 +93,7 @@ def test_equal_siblings_give_what_their_merge_gives():
 
 @pytest.mark.parametrize("widths", [(1, 1, 3, 1, 1, 1, 1, 1), (3, *[1] * 7), (2, 2, *[1] * 6)])
 def test_every_branch_of_a_default_tree_can_be_accepted(widths):
-    """Fault 3 of specinfer.md 3.1: FlexFlow accepts 8/2/2, 8/8/8 and 8/1/1/1 drafts here."""
+    """FlexFlow accepts 8/2/2, 8/8/8 and 8/1/1/1 drafts here."""
     shape = expansion(widths)
     tree = of_shape(shape)
     leaves = [i for i, d in enumerate(shape.depth) if d == 8]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from models.stages import llama_stages, split
 from parallel.overlap import PLAIN
-from parallel.plan import Plan
+from parallel.plan import KINDS, Plan
 from parallel.planner import predict, schedule
 from parallel.planner.choice import Choice
 from parallel.planner.cluster import Placement
@@ -225,20 +225,29 @@ def test_gradients_that_wait_for_their_link_are_counted(bucket):
 
 
 def test_executable_plans(step):
-    """What the planner found is a plan of this mesh; or it is refused."""
+    """What the planner found is a plan of this mesh, site by site, wherever its shards lie."""
     choice, _ = searched(step)
-    if step.job.shard not in ((), FSDP):
-        with pytest.raises(ValueError, match=r"Shards over .* cannot be run: training shards"):
-            executable(choice, step)
-        return
-    made = executable(choice, step)
-    made.check(step.where.sizes, scan=made.prefetch)
+    made, sizes = executable(choice, step), step.where.sizes
+    made.check(sizes, scan=made.prefetch)
     assert Plan.from_json(made.to_json()) == made
-    assert (made.column, made.row, made.reduce) == (choice.column, choice.row, choice.reduce)
+    assert (made.column, made.row) == (choice.column, choice.row)
+    assert made.sharded(sizes) == step.job.shard
+    for site in KINDS:
+        how = getattr(made, site)
+        assert how == getattr(choice, site)
+        # Chosen wherever the mesh has something to send.
+        assert (how is not None) == bool(made.axes(site, sizes)), site
     assert made.zero == (step.job.zero or 3)
     assert made.prefetch == (step.job.zero == 3 and choice.ahead > 0)
     # Training's "each" is of the replicas; what the planner sends each time goes over shards.
     assert made.when == "end"
+
+
+def test_two_stages_of_zero_2_cannot_be_run():
+    sizes = {"host": 2, "data": 4, "pipe": 2}
+    step = step_of("h100:2x8", sizes, shard=("data",), zero=2)
+    with pytest.raises(ValueError, match="zero = 2 in a pipeline"):
+        executable(Choice(), step)
 
 
 def test_whole_weights_on_a_mesh_of_shards_cannot_be_run():
@@ -249,6 +258,9 @@ def test_whole_weights_on_a_mesh_of_shards_cannot_be_run():
 MESHES = [
     ("a100-25g:2x2", {"host": 2, "fsdp": 2}, {"shard": FSDP, "zero": 3}),
     ("a100-25g:2x2", {"host": 2, "data": 2}, {}),
+    ("a100-25g:2x2", {"host": 2, "fsdp": 2}, {"shard": BOTH, "zero": 3}),
+    ("h100:2x2", {"host": 2, "data": 2}, {"shard": ("host", "data"), "zero": 1}),
+    ("h100:1x4", {"pipe": 2, "tensor": 2}, {}),
     ("h100:1x4", {"data": 2, "tensor": 2}, {}),
 ]
 
@@ -262,11 +274,11 @@ def check_run(mesh, stages, params, data):
     take = make_train_step(
         stages, optimizer, mesh_of(sizes), made, accumulate=2, scan=made.prefetch
     )
-    state, _ = take(init_state(params, optimizer, mesh_of(sizes)), data)
+    state, _ = take(init_state(params, optimizer, mesh_of(sizes), made), data)
     assert_close(state.params, plain.params, 1e-5)
 
 
-@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+@pytest.mark.parametrize("mesh", MESHES[:4], ids=str)
 def test_a_planned_step_is_the_plain_one(mesh):
     """A model of one weight, whose gradient is the mean of d w, 8 different d."""
     stages = toy(lambda outer, data: data["d_B"][:, None] * outer["w_D"][None] ** 2)
@@ -289,7 +301,7 @@ REST = ("data", "zero 1", "zero 3 across", "fsdp x tensor", "1f1b")
 
 
 def sites_of(choice):
-    return [how for how in (choice.gather, choice.scatter, choice.reduce) if how is not None]
+    return [how for site in KINDS if (how := getattr(choice, site)) is not None]
 
 
 @pytest.mark.parametrize(
@@ -298,16 +310,16 @@ def sites_of(choice):
 def test_ablations(name):
     """What is left out is not used, and leaving it out does not help."""
     step = JOBS[name]()
-    kinds = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce"}
     _, best = searched(step)
     for gone in sorted(DIMENSIONS):
         choice, result = searched(step, dimensions=DIMENSIONS - {gone})
         overlaps = {choice.column.kind, choice.row.kind}
-        for site, kind in kinds.items():
-            how = getattr(choice, site)
-            if how is None:
+        for site, kind in KINDS.items():
+            how, wanted = getattr(choice, site), step.wanted(site)
+            assert (how is None) == (wanted is None)
+            if wanted is None:
                 continue
-            axes = step.replicas if site == "reduce" else step.job.shard
+            axes = wanted.axes
             if gone == "workload":
                 assert how.chunks == 1
                 assert overlaps <= {"plain", "ring"}

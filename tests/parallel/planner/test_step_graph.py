@@ -9,6 +9,7 @@ import pytest
 
 from parallel.overlap import Overlap
 from parallel.partition import Composition
+from parallel.plan import KINDS
 from parallel.planner import cost, graph, schedule
 from parallel.planner.choice import Choice
 from parallel.planner.cluster import Cluster, Placement
@@ -92,7 +93,9 @@ def test_impossible_jobs(sizes, changes, words):
 
 # Blocks: layers, table and head. Gathers of zero = 3: forward all, backward all but the table.
 # Over tensor, a layer's two halves each gather and scatter, both ways, and gather their input
-# once more for its weights' gradient; the table scatters what it looked up, the head gathers.
+# once more for its weights' gradient; the table scatters what it looked up, the head gathers, the
+# loss adds two sums over the vocabulary.
+ENDS = {"table": 2 * M, "head": 2 * M, "loss": 2 * M}
 COUNTS = {
     "data": ({"host": 4, "data": 8}, {}, {}, {"reduce": L + 2}),
     "buckets of 3": ({"host": 4, "data": 8}, {}, {"bucket": 3}, {"reduce": 2 + 2}),
@@ -130,14 +133,14 @@ COUNTS = {
         {"data": 4, "tensor": 8},
         {},
         {},
-        {"reduce": L + 2, "column": M * (6 * L + 2), "row": M * (4 * L + 2)},
+        {"reduce": L + 2, "column": M * 6 * L, "row": M * 4 * L, **ENDS},
     ),
     # The forward pass again, but for the last product: no more gathers for gradients of weights.
     "tensor, again": (
         {"data": 4, "tensor": 8},
         {"again": True},
         {},
-        {"reduce": L + 2, "column": M * (6 * L + 2), "row": M * (5 * L + 2)},
+        {"reduce": L + 2, "column": M * 6 * L, "row": M * 5 * L, **ENDS},
     ),
 }
 
@@ -160,7 +163,7 @@ def test_collectives_of_a_pipeline(how):
     tasks = build(step_of("a100:4x8", {"host": 4, "data": 2, "pipe": 4}, schedule=how), Choice())
     for stage in range(4):
         ends = stage in (0, 3)
-        want = {"pipe": M * (1 if ends else 2), "reduce": 1 + ends}
+        want = {"send": M * (1 if ends else 2), "reduce": 1 + ends}
         assert count(tasks, stage) == want
 
 
@@ -175,6 +178,29 @@ def test_chunks_and_rings_are_tasks_of_their_own():
     reduce = Composition.parse("reduce_scatter(data) all_reduce(host) all_gather(data) /2")
     found = count(build(JOBS["data"](), Choice(reduce=reduce)))
     assert found == {"reduce": 6 * (L + 2)}
+
+
+@pytest.mark.parametrize(
+    ("site", "how", "times"),
+    [
+        ("table", "ring_scatter(tensor) /3", 3),
+        ("head", "all_gather(tensor) /2", 2),
+        ("loss", "reduce_scatter(tensor) all_gather(tensor) /2", 4),
+        ("send", "send(pipe) /4", 4),
+    ],
+)
+def test_sites_beside_the_layers_are_composed(site, how, times):
+    """Forward as chosen, back as mirrored; on one link it only costs, so nobody chooses it."""
+    step, chosen = JOBS["1f1b"](), Composition.parse(how)
+    plain = [task for task in build(step, Choice()) if task.site == site]
+    tasks = [task for task in build(step, Choice(**{site: chosen})) if task.site == site]
+    assert len(tasks) == times * len(plain) > 0
+    words = {task.name.split()[-1] for task in tasks}
+    both = (chosen, chosen.mirrored()) if site in ("table", "head") else (chosen,)
+    assert words == {str(op) for each in both for op in each.ops}
+    taken = (sum(task.seconds for task in each) for each in (tasks, plain))
+    assert next(taken) > next(taken)  # chunks and rings start more often
+    assert schedule.searched(step)[0].how(site, step.wanted(site)).chunks == 1
 
 
 def fast(name):
@@ -223,7 +249,7 @@ def test_no_choice_sends_less(name):
 
     plain = sent(Choice(bucket=L))
     for choice in structures(step):
-        bare = dataclasses.replace(choice, gather=None, scatter=None, reduce=None)
+        bare = dataclasses.replace(choice, **dict.fromkeys(KINDS))
         want = {k: v * (M if k[1] == "scatter" and bare.when == "each" else 1)
                 for k, v in plain.items()}  # fmt: skip
         assert sent(bare) == pytest.approx(want, rel=1e-6)
