@@ -20,7 +20,7 @@ from spec.tree_shapes import expansion
 from tests.common import toys
 
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 9, 8, 7, 9, 8], [96, 0]]
-N = 48
+N = 32
 OPTIONS = (Option(1, False), Option(4, False), Option(8, False), Option(1, True), Option(4, True))
 IDS = np.arange(0, toys.VOCAB2, 2, dtype=np.int32)
 
@@ -56,12 +56,11 @@ def adaptive(model, seconds=(1.0, 1.2, 1.5, 1.3, 1.6), forced=-1, first=0.5, **c
 def models(target):
     feature = feature_model(prune(target, [0], IDS), nnx.Rngs(0))
     shape = expansion((2, 1))
-    yield ModelDrafter(target, shape, toys.VOCAB2, lag=5)
     yield ModelDrafter(toys.tiny(1), shape, toys.VOCAB2, lag=5)
     yield FeatureDrafter(feature, shape, toys.VOCAB2, jnp.asarray(IDS), lag=5)
 
 
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", range(2))
 def test_every_option_gives_the_targets_text(target, plain, which):
     model = list(models(target))[which]
     drafter = adaptive(model)
@@ -86,10 +85,10 @@ def test_a_model_that_waited_drafts_as_if_it_had_read_all_along(target):
 
     state, settings = begin(target, off, PROMPTS, Request(N))
     run = jax.jit(advance)
-    state = run(target, off, state, settings, np.int32(17))
+    state, _ = run(target, off, state, settings, np.int32(17))
     assert int(state.drafter.model.count_B.max()) <= 5 + 8  # never more than its queue holds
     before = np.asarray(state.emitted_B)
-    state = run(target, on, state, settings, np.int32(4))
+    state, _ = run(target, on, state, settings, np.int32(4))
     np.testing.assert_array_equal(np.asarray(state.emitted_B) - before, [12] * 4)
 
 
