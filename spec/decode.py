@@ -17,7 +17,7 @@ from spec.drafters.protocol import Drafter, Step, View
 from spec.draws import Draws, drop_invalid
 from spec.metrics import record_size, step_record
 from spec.sampling import Sampling, Use, best_token, probabilities
-from spec.tree import TokenTree, ancestor_mask, emitted_tokens, limit_depth
+from spec.tree import TokenTree, ancestor_mask, append, emitted_tokens, limit_depth
 from spec.verify import Accepted, Greedy, Keys, Rule
 from spec.verify.rule import check_fit, pick
 
@@ -206,18 +206,18 @@ def spec_step(
     new = DecodeState(
         cache=commit(state.cache, verified.path_kv, count_B),
         root_B=jnp.where(count_B > 0, bonus_B, state.root_B),
-        token_BE=_append(state.token_BE, emitted_BP, state.emitted_B, count_B),
+        token_BE=append(state.token_BE, emitted_BP, state.emitted_B, count_B),
         emitted_B=state.emitted_B + count_B,
         budget_B=state.budget_B,
         finish_B=jnp.where(active_B, finish_B, state.finish_B),
         drafter=drafter.observe(drafter_state, step),
         key_B=state.key_B,
         logprob_BE=(
-            _append(state.logprob_BE, verified.logprob_BP, state.emitted_B, count_B)
+            append(state.logprob_BE, verified.logprob_BP, state.emitted_B, count_B)
             if logprobs
             else state.logprob_BE
         ),
-        record_BER=_append(
+        record_BER=append(
             state.record_BER, record_BR[:, None, :], state.emitted_B, jnp.minimum(count_B, 1)
         ),
     )
@@ -324,12 +324,3 @@ def _cut(
     count_B = jnp.where(ended_B, jnp.argmax(ends_BP, axis=1).astype(jnp.int32) + 1, count_B)
     finish_B = jnp.where(count_B >= room_B, LENGTH, RUNNING)
     return jnp.where(active_B, count_B, 0), jnp.where(ended_B, EOS, finish_B)
-
-
-def _append(buffer: jax.Array, new: jax.Array, used_B: jax.Array, count_B: jax.Array) -> jax.Array:
-    """Writes the first `count` entries of each row of `new` [B, P, ...] behind `used`."""
-    B, P = new.shape[:2]
-    step_P = jnp.arange(P, dtype=jnp.int32)[None, :]
-    slot_BP = jnp.where(step_P < count_B[:, None], used_B[:, None] + step_P, buffer.shape[1])
-    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
-    return buffer.at[row_B1, slot_BP].set(new, mode="drop")

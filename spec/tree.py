@@ -107,6 +107,27 @@ def compact(tree: TokenTree, keep_BN: jax.Array, size: int) -> tuple[TokenTree, 
     return moved, slot_BN
 
 
+def append(buffer: jax.Array, new: jax.Array, used_B: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Writes the first `count` entries of each row of `new` [B, P, ...] behind `used`.
+
+    What would go past the end of the buffer [B, E, ...] is dropped.
+    """
+    B, P = new.shape[:2]
+    step_P = jnp.arange(P, dtype=jnp.int32)[None, :]
+    slot_BP = jnp.where(step_P < count_B[:, None], used_B[:, None] + step_P, buffer.shape[1])
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    return buffer.at[row_B1, slot_BP].set(new, mode="drop")
+
+
+def dropped(buffer: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Moves each row of [B, E, ...] to the front by `count`; the end repeats the last entry."""
+    E = buffer.shape[1]
+    index_BE = jnp.minimum(jnp.arange(E, dtype=jnp.int32)[None, :] + count_B[:, None], E - 1)
+    return jnp.take_along_axis(
+        buffer, index_BE.reshape(*index_BE.shape, *[1] * (buffer.ndim - 2)), 1
+    )
+
+
 def emitted_tokens(token_BP: jax.Array, count_B: jax.Array, bonus_B: jax.Array) -> jax.Array:
     """Returns int32 [B, P]: the accepted drafts, then the bonus at index count - 1."""
     shifted = jnp.roll(token_BP, -1, axis=1)

@@ -95,15 +95,8 @@ class EnsembleDrafter:
             states.append(new)
         if self.budget is not None:
             trees, drawn = self._within(self.budget, trees, drawn)
-        merged, draws, slot_BN = merge_drawn(trees, drawn)
-        if merged.size > self.buckets[-1]:
-            merged, draws = _first(merged, draws, self.buckets[-1])
-        own_BN, base = [], 0
-        for tree in trees:
-            slots = jnp.concatenate([slot_BN[:, :1], slot_BN[:, base + 1 : base + tree.size]], 1)
-            own_BN.append(_invert(slots, merged.size))
-            base += tree.size - 1
-        return merged, draws, EnsembleState(tuple(states), tuple(own_BN))
+        merged, draws, own_BN = combine(trees, drawn, self.buckets[-1])
+        return merged, draws, EnsembleState(tuple(states), own_BN)
 
     def _within(
         self, budget: int, trees: Sequence[TokenTree], drawn: Sequence[Draws]
@@ -127,11 +120,35 @@ class EnsembleDrafter:
         """Tells each member what was accepted, in its own node ids; a foreign node is its N."""
         states = []
         for member, own, own_BN in zip(self.members, state.members, state.own_BN, strict=True):
-            padded = jnp.pad(own_BN, ((0, 0), (0, 1)), constant_values=member.buckets[-1])
-            node_BP = jnp.take_along_axis(padded, step.node_BP, axis=1)
             # Members see paths of their own depth; what is longer is no draft of theirs.
-            states.append(member.observe(own, dataclasses.replace(step, node_BP=node_BP)))
+            states.append(member.observe(own, own_step(step, own_BN, member.buckets[-1])))
         return EnsembleState(tuple(states), state.own_BN)
+
+
+def combine(
+    trees: Sequence[TokenTree], drawn: Sequence[Draws], size: int
+) -> tuple[TokenTree, Draws, tuple[jax.Array, ...]]:
+    """Merges trees of equal roots into one of `size` slots, which must hold all valid nodes.
+
+    Returns:
+        The union, all draws, and for each tree int32 [B, size]: its own node behind every node of
+        the union, its N where there is none.
+    """
+    merged, draws, slot_BN = merge_drawn(trees, drawn)
+    if merged.size > size:
+        merged, draws = _first(merged, draws, size)
+    own_BN, base = [], 0
+    for tree in trees:
+        slots = jnp.concatenate([slot_BN[:, :1], slot_BN[:, base + 1 : base + tree.size]], 1)
+        own_BN.append(_invert(slots, merged.size))
+        base += tree.size - 1
+    return merged, draws, tuple(own_BN)
+
+
+def own_step(step: Step, own_BN: jax.Array, size: int) -> Step:
+    """Returns a step in the node ids of one tree of a union; a foreign node is its `size`."""
+    padded = jnp.pad(own_BN, ((0, 0), (0, 1)), constant_values=size)
+    return dataclasses.replace(step, node_BP=jnp.take_along_axis(padded, step.node_BP, axis=1))
 
 
 def _first(tree: TokenTree, draws: Draws, size: int) -> tuple[TokenTree, Draws]:

@@ -10,11 +10,11 @@ from models.attention import LayerKV
 from models.feature import FeatureModel
 from models.kv_cache import KVCache, commit
 from models.prefill import prefill
-from models.transformer import causal_mask
+from models.transformer import Output, causal_mask
 from spec.drafters.growth import Outline, StaticTree, grow
 from spec.drafters.protocol import Step, View
 from spec.draws import Children, Draws
-from spec.tree import TokenTree, emitted_tokens
+from spec.tree import TokenTree, append, dropped, emitted_tokens
 from spec.tree_shapes import TreeShape
 
 
@@ -22,8 +22,8 @@ class FeatureState(NamedTuple):
     """The drafter's cache, and what it has not read: tokens, each with the feature before it."""
 
     cache: KVCache
-    unread_BP: jax.Array
-    feature_BPD: jax.Array
+    unread_BU: jax.Array
+    feature_BUD: jax.Array
     count_B: jax.Array
 
 
@@ -41,6 +41,8 @@ class FeatureDrafter(StaticTree):
         vocab_size: ids that the tokenizer knows: the vocabulary of p and q.
         ids_U: int32, token id of every row of the model's head.
         how: TOP_K (deterministic), IID, WITHOUT_REPLACEMENT or GREEDY_PLUS_ONE.
+        lag: tokens that may wait unread between two proposals, beside those of one step, see
+            `is_full`; 0 where every step has a proposal.
     """
 
     model: FeatureModel
@@ -48,6 +50,7 @@ class FeatureDrafter(StaticTree):
     vocab_size: int = dataclasses.field(metadata={"static": True})
     ids_U: jax.Array
     how: Children = dataclasses.field(default=Children.TOP_K, metadata={"static": True})
+    lag: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Refuses shapes that the children cannot fill."""
@@ -83,7 +86,7 @@ class FeatureDrafter(StaticTree):
         # A text of one token has nothing before it.
         some_B11 = (length_B > 1)[:, None, None]
         feature_B1D = jnp.where(some_B11, feature_B1D, jnp.zeros((B, 1, D), feature_B1D.dtype))
-        pad = path_size - 1
+        pad = path_size + self.lag - 1
         return FeatureState(
             cache,
             jnp.pad(root_B1, ((0, 0), (0, pad))),
@@ -95,11 +98,8 @@ class FeatureDrafter(StaticTree):
         self, state: FeatureState, view: View, key_B: jax.Array
     ) -> tuple[TokenTree, Draws, FeatureState]:
         """Reads what is new, then grows the tree on its own features."""
-        B, P = state.unread_BP.shape
-        position_BP = state.cache.length_B[:, None] + jnp.arange(P, dtype=jnp.int32)[None, :]
-        out = self.model(
-            state.unread_BP, state.feature_BPD, position_BP, causal_mask(B, P), state.cache
-        )
+        state = self._caught_up(state)
+        out = self._read(state)
         cache = commit(state.cache, out.tree_kv, state.count_B)
         last_B11 = jnp.maximum(state.count_B - 1, 0)[:, None, None]
         root_B1D = jnp.take_along_axis(out.final_BND, last_B11, axis=1)
@@ -123,9 +123,49 @@ class FeatureDrafter(StaticTree):
         idle = state._replace(cache=cache, count_B=jnp.zeros_like(state.count_B))
         return tree, draws, idle
 
+    def is_full(self, state: FeatureState) -> jax.Array:
+        """Returns whether a proposal must come now, since a step's tokens may not fit: bool []."""
+        return jnp.any(state.count_B > self.lag)
+
+    def _read(self, state: FeatureState) -> Output:
+        """Runs the model over the first tokens that wait, as many as a step can bring."""
+        B, P = state.unread_BU.shape[0], state.unread_BU.shape[1] - self.lag
+        position_BP = state.cache.length_B[:, None] + jnp.arange(P, dtype=jnp.int32)[None, :]
+        return self.model(
+            state.unread_BU[:, :P],
+            state.feature_BUD[:, :P],
+            position_BP,
+            causal_mask(B, P),
+            state.cache,
+        )
+
+    def _caught_up(self, state: FeatureState) -> FeatureState:
+        """Reads until no more tokens wait than one pass takes; nothing at all without a lag."""
+        U = state.unread_BU.shape[1]
+        P = U - self.lag
+
+        def body(state: FeatureState) -> FeatureState:
+            out = self._read(state)
+            count_B = jnp.clip(state.count_B - P, 0, P)
+            return FeatureState(
+                commit(state.cache, out.tree_kv, count_B),
+                dropped(state.unread_BU, count_B),
+                dropped(state.feature_BUD, count_B),
+                state.count_B - count_B,
+            )
+
+        if not self.lag:
+            return state
+        return jax.lax.while_loop(lambda state: jnp.any(state.count_B > P), body, state)
+
     def observe(self, state: FeatureState, step: Step) -> FeatureState:
         """Queues the accepted drafts and the bonus, each with the target's state before it."""
-        unread_BP = emitted_tokens(step.token_BP, step.count_B, step.bonus_B)
+        new_BP = emitted_tokens(step.token_BP, step.count_B, step.bonus_B)
         # Emitted token i follows path node i, whose hidden states are what stands before it.
-        feature_BPD = self.model.feature(step.hidden_BPID).astype(state.feature_BPD.dtype)
-        return FeatureState(state.cache, unread_BP, feature_BPD, step.count_B)
+        feature_BPD = self.model.feature(step.hidden_BPID).astype(state.feature_BUD.dtype)
+        return FeatureState(
+            state.cache,
+            append(state.unread_BU, new_BP, state.count_B, step.count_B),
+            append(state.feature_BUD, feature_BPD, state.count_B, step.count_B),
+            state.count_B + step.count_B,
+        )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spec.drafters.protocol import Step, View
 from spec.draws import Children, Draws, point_mass
 from spec.merge import same_path
-from spec.tree import TokenTree, compact, emitted_tokens
+from spec.tree import TokenTree, append, compact, emitted_tokens
 
 # Weights are 4^(match length) in float32, whose sums must stay finite.
 _LONGEST_WINDOW = 32
@@ -25,6 +25,21 @@ class History(NamedTuple):
 
     token_BS: jax.Array
     length_B: jax.Array
+
+
+class Found(NamedTuple):
+    """What a lookup found.
+
+    Attributes:
+        chains: continuations of the matches, equal paths sharing their first node; slot 0 is the
+            root. The first chain follows the best match.
+        votes_BN: weight of each node, infinite for the root, -1 for padding and repetitions.
+        run_B: int32, length of the best match, tokens; 0 without one.
+    """
+
+    chains: TokenTree
+    votes_BN: jax.Array
+    run_B: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +114,22 @@ class NGramDrafter:
         self, state: History, view: View, key_B: jax.Array
     ) -> tuple[TokenTree, Draws, History]:
         """Returns the merged tree; rows without a match get the root alone."""
+        found = self.look_up(state, view.root_B)
+        size = self.buckets[-1]
+        sure_B = found.run_B == self.window
+        most_B = jnp.where(sure_B, size, size if self.unsure is None else self.unsure)
+        tree = self.heaviest(found, most_B)
+        return tree, point_mass(tree), state
+
+    def look_up(self, state: History, root_B: jax.Array) -> Found:
+        """Returns all that the history has to say after the current suffix."""
         run_BS = _match_length(state, self.window)
         S = run_BS.shape[1]
         index_S = jnp.arange(S, dtype=jnp.int32)
         # Longest first, then most recent: one sort key.
         order_BS = jnp.where(run_BS >= self.min_match, run_BS * S + index_S[None, :], -1)
         best_BW, end_BW = jax.lax.top_k(order_BS, min(self.matches, S))
-        chains, weight_BN = _chains(state, view.root_B, best_BW // S, end_BW, self.depth)
+        chains, weight_BN = _chains(state, root_B, best_BW // S, end_BW, self.depth)
 
         same = same_path(chains)
         first_BN = jnp.argmax(same, axis=2).astype(jnp.int32)
@@ -114,29 +138,24 @@ class NGramDrafter:
         unique_BN = chains.valid_BN & (first_BN == index_N[None, :])
         parent_BN = jnp.take_along_axis(first_BN, chains.parent_BN, axis=1)
         chains = dataclasses.replace(chains, parent_BN=parent_BN)
+        votes_BN = jnp.where(unique_BN, votes_BN, -1.0).at[:, 0].set(jnp.inf)
+        return Found(chains, votes_BN, jnp.maximum(best_BW[:, 0] // S, 0))
+
+    def heaviest(self, found: Found, most_B: jax.Array) -> TokenTree:
+        """Returns the `most_B` heaviest nodes, root included, in a tree of `buckets[-1]` slots."""
         # A parent carries at least its child's votes and an earlier slot, and top_k prefers
         # earlier slots among equals: the kept set is ancestor-closed.
-        votes_BN = jnp.where(unique_BN, votes_BN, -1.0).at[:, 0].set(jnp.inf)
-        size = self.buckets[-1]
-        _, top_BN = jax.lax.top_k(votes_BN, min(size, chains.size))
-        sure_B1 = best_BW[:, :1] // S == self.window
-        wanted_B1 = jnp.where(sure_B1, size, size if self.unsure is None else self.unsure)
-        wanted_BN = jnp.arange(top_BN.shape[1], dtype=jnp.int32)[None, :] < wanted_B1
-        row_B1 = jnp.arange(votes_BN.shape[0], dtype=jnp.int32)[:, None]
-        keep_BN = jnp.zeros(votes_BN.shape, jnp.bool_).at[row_B1, top_BN].set(wanted_BN) & unique_BN
-        tree, _ = compact(chains, keep_BN, size)
-        return tree, point_mass(tree), state
+        _, top_BN = jax.lax.top_k(found.votes_BN, min(self.buckets[-1], found.chains.size))
+        wanted_BN = jnp.arange(top_BN.shape[1], dtype=jnp.int32)[None, :] < most_B[:, None]
+        row_B1 = jnp.arange(top_BN.shape[0], dtype=jnp.int32)[:, None]
+        keep_BN = jnp.zeros(found.votes_BN.shape, jnp.bool_).at[row_B1, top_BN].set(wanted_BN)
+        return compact(found.chains, keep_BN & (found.votes_BN > 0), self.buckets[-1])[0]
 
     def observe(self, state: History, step: Step) -> History:
         """Appends the accepted drafts and the bonus."""
-        B, P = step.token_BP.shape
-        S = state.token_BS.shape[1]
         new_BP = emitted_tokens(step.token_BP, step.count_B, step.bonus_B)
-        step_P = jnp.arange(P, dtype=jnp.int32)[None, :]
-        slot_BP = jnp.where(step_P < step.count_B[:, None], state.length_B[:, None] + step_P, S)
-        row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
         return History(
-            state.token_BS.at[row_B1, slot_BP].set(new_BP, mode="drop"),
+            append(state.token_BS, new_BP, state.length_B, step.count_B),
             state.length_B + step.count_B,
         )
 
